@@ -1,4 +1,4 @@
-"""Where the actor classes of the service meet Ray; those of the trainer do in `raysvc.actors.dispatch.worker_places`.
+"""Makes Ray actors of the classes of the service; `raysvc.actors.dispatch.worker_places` does so for the trainer.
 
 Classes are plain and wrapped here, so that they travel by name (no version skew hides) and can be
 tested without Ray. Server actors are named in the namespace of their team, whatever the driver's own is.
@@ -133,7 +133,7 @@ def refuse_without_room(num_cpus: float, node_id: str | None, may_grow: bool) ->
 
 
 def _refuse_where_it_is_full(num_cpus: float, node_id: str) -> None:
-    """What ended just now may be counted as used for a while."""
+    """Refuses a node without room; what ended just now may be counted as used for a while."""
     need = {"CPU": num_cpus}
     if num_cpus and not has_free(node_id, need, SETTLE_S):
         raise _cannot_hold(f"needs {amounts(need)}, and that node has less than that free")

@@ -1,4 +1,4 @@
-"""Where the workers of several groups go: bundles of resources.
+"""Decides where the workers of several groups go: bundles of resources.
 
 1. Groups that are colocated share bundles: rank r of each of them is in the set's r-th bundle.
 2. A bundle has the sum of what its workers need, so one bundle is at most one GPU, and its workers share that device.
@@ -19,7 +19,7 @@ from raysvc.nodes.room import Resources, refuse_what_never_fits
 
 
 class GroupNeed(NamedTuple):
-    """What the workers of a group need, each."""
+    """Holds what the workers of a group need, each."""
 
     num_workers: int
     num_cpus: float = 1.0

@@ -39,7 +39,7 @@ class ColumnComputer(Protocol):
 
 @dataclass(frozen=True)
 class EnrichTask:
-    """What every worker knows.
+    """Holds what every worker knows.
 
     Attributes:
         base: entry whose rows get columns.

@@ -30,7 +30,7 @@ BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 ent
 
 
 def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores: int | None = None) -> bool:
-    """Whether one process ends a build before the workers of a cluster would.
+    """Returns whether one process ends a build before the workers of a cluster would.
 
     Args:
         num_bytes: of the slices that are left.

@@ -43,7 +43,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class SharedTask:
-    """What is left of a build, as it travels to the builder.
+    """Holds what is left of a build, as it travels to the builder.
 
     Attributes:
         uri: of the entry that is built, or of the entries that are built together.
@@ -60,7 +60,7 @@ class SharedTask:
 
 @dataclass(frozen=True)
 class NewReceipts:
-    """What became known since a caller last asked.
+    """Holds what became known since a caller last asked.
 
     Attributes:
         receipts: of each new one the number of its entry, and its bytes.
@@ -91,7 +91,7 @@ class Builder:
                 self._thread.start()
 
     def news(self, seen: int) -> NewReceipts:
-        """What came after the first `seen` receipts.
+        """Returns what came after the first `seen` receipts.
 
         Raises:
             RaysvcError: the build failed on something that a user can fix.
@@ -103,7 +103,7 @@ class Builder:
         return NewReceipts(tuple(self._receipts[seen:]), finished)
 
     def facts(self) -> dict[str, Any]:
-        """What it builds, slices that are done of all that were left, and its node."""
+        """Returns what it builds, slices that are done of all that were left, and its node."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -182,7 +182,7 @@ def shared_receipts(work: SharedTask, check: Check = lambda: None) -> Iterator[t
 
 
 def _answer(ref: Any, uri: str, check: Check) -> NewReceipts:
-    """What a builder says, however late: a node that is busy or cut off for a while is no reason to end a build.
+    """Returns what a builder says, however late: a node that is busy or cut off for a while is no reason to end a build.
 
     Raises:
         RayActorError: Ray has found the builder dead.

@@ -69,7 +69,7 @@ class WorkerPool:
         )
 
     def needs(self) -> dict[str, float]:
-        """What Ray has to have free for a worker, by the names that Ray gives to resources."""
+        """Returns what Ray has to have free for a worker, by the names that Ray gives to resources."""
         named = {
             "CPU": self.num_cpus,
             "GPU": self.num_gpus,
@@ -80,7 +80,7 @@ class WorkerPool:
 
 
 def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str, Any]:
-    """What a worker returns for its call: slices, receipts and errors, as columns of text.
+    """Returns what a worker returns for its call: slices, receipts and errors, as columns of text.
 
     Args:
         pieces: JSON lists of slices.

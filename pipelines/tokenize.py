@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildTask:
-    """What every worker of a build knows.
+    """Holds what every worker of a build knows.
 
     Attributes:
         spec: what decides the tokens.
@@ -142,7 +142,7 @@ def desk_of(
     storage_options: dict[str, Any],
     processor: MediaProcessor | None = None,
 ) -> MediaDesk:
-    """What takes the media of a source.
+    """Returns what takes the media of a source.
 
     Args:
         spec: names the processor.
@@ -187,7 +187,7 @@ def tokenize_slice(
 
 
 def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict[str, Any]:
-    """What a receipt remembers of its slice, so that a later builder can tell and report it."""
+    """Returns what a receipt remembers of its slice, so that a later builder can tell and report it."""
     return {
         "slice": piece.identity(),
         "row_counts": result.row_counts.to_json(),
@@ -214,7 +214,7 @@ def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, 
 
 
 def is_usable(meta: Mapping[str, Any]) -> bool:
-    """Whether a receipt's maker left all that the report is made of."""
+    """Returns whether a receipt's maker left all that the report is made of."""
     try:
         RowCounts.from_json(meta["row_counts"]).check()
         for item in meta["examples"]:

@@ -41,7 +41,7 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
 
 
 def starts_own(address: str | None = None) -> bool:
-    """Whether `connect` would start a Ray of this process."""
+    """Returns whether `connect` would start a Ray of this process."""
     _import_ray(address or os.environ.get("RAY_ADDRESS"))
     import ray
 

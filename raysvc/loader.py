@@ -162,7 +162,7 @@ class Loader:
 
     @property
     def lease(self) -> Lease:
-        """What a state says of the rows; nobody else can hold it."""
+        """Returns what a state says of the rows; nobody else can hold it."""
         stream = self._stream
         return Lease(
             name=self.job.server.name,

@@ -71,7 +71,7 @@ class RowBatch:
 
 @dataclass(frozen=True, eq=False)
 class AddedColumns:
-    """What was computed for the tokens of a `RowBatch`.
+    """Holds what was computed for the tokens of a `RowBatch`.
 
     Attributes:
         columns: name -> [T, *shape].

@@ -40,7 +40,7 @@ def slice_base(first: int) -> int: ...
 @overload
 def slice_base(first: Int64s) -> Int64s: ...
 def slice_base(first: int | Int64s) -> int | Int64s:
-    """What is added to numbers whose slices are counted from `first` on: the id of the first row of that slice."""
+    """Returns what is added to numbers whose slices are counted from `first` on: the id of the first row of that slice."""
     return first << int(_SLICE)
 
 
@@ -49,7 +49,7 @@ def source_base(source: int) -> int: ...
 @overload
 def source_base(source: Int64s) -> Int64s: ...
 def source_base(source: int | Int64s) -> int | Int64s:
-    """What is added to the numbers of a mixture's source."""
+    """Returns what is added to the numbers of a mixture's source."""
     return source << int(_SOURCE)
 
 
@@ -87,7 +87,7 @@ def parse(text: str) -> int:
 
 
 def parsed(value: Any) -> Any:
-    """What `parse` makes of a text; anything else as it is."""
+    """Returns what `parse` makes of a text; anything else as it is."""
     return parse(value) if isinstance(value, str) else value
 
 

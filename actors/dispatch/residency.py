@@ -1,4 +1,4 @@
-"""What of which group is on the device, in one place: decides which moves a call needs.
+"""Knows in one place what of which group is on the device, and decides which moves a call needs.
 
 Groups that are colocated share devices, and one of them at a time has anything there. A move is asked for only when
 a part is not where a call needs it; a part that nobody needs stays until another group needs the room.
@@ -75,7 +75,7 @@ class Residency:
         return frozenset(self._there.get(group, ()))
 
     def moves(self, group: str, call: str) -> list[Move]:
-        """What to move before `call`, in order; from then on it counts as moved."""
+        """Returns what to move before `call`, in order; from then on it counts as moved."""
         neighbours = self.neighbours(group)
         needed = NEEDS[call]
         if not neighbours or not needed:
@@ -89,7 +89,7 @@ class Residency:
         return out
 
     def before_init(self, group: str) -> list[Move]:
-        """What has to leave before `group` builds its model on the device."""
+        """Returns what has to leave before `group` builds its model on the device."""
         return [move for name in self.neighbours(group) for move in self._leave(name)]
 
     def built(self, group: str) -> None:

@@ -260,7 +260,7 @@ def _is_dead(error: BaseException) -> bool:
 
 
 def _meant(error: BaseException) -> RaysvcError | None:
-    """What a worker raised on purpose."""
+    """Returns what a worker raised on purpose."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, RaysvcError) else None
 

@@ -81,7 +81,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
 @contextmanager
 def _disk_failures() -> Iterator[None]:
-    """What `safetensors` says of a full disk is an OSError."""
+    """Returns what `safetensors` says of a full disk is an OSError."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""What a model of media is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
+"""Defines what a model of media is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
 
 This file imports torch; import it inside the function that needs it.
 
@@ -172,7 +172,7 @@ def _positions(
 
 
 def _sizes(lm: Any, media: Mapping[str, torch.Tensor], ids_SW: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What `get_rope_index` is told of the media: Qwen2.5-Omni asks how long each clip is, others which tokens are whose."""
+    """Returns what `get_rope_index` is told of the media: Qwen2.5-Omni asks how long each clip is, others which tokens are whose."""
     sizes = {name: media[name] for name in (GRID, "video_grid_thw", "second_per_grid_ts") if name in media}
     if hasattr(lm.config, "audio_config"):
         return sizes | ({"audio_seqlens": media[SOUND_MASK].sum(-1)} if SOUND_MASK in media else {})

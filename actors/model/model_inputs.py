@@ -1,4 +1,4 @@
-"""What a model of `transformers` is called with, so that it can tell the rows of a micro-batch apart.
+"""Defines what a model of `transformers` is called with, so that it can tell the rows of a micro-batch apart.
 
 Axes: B lines, L tokens of a line.
 Always true:
@@ -34,7 +34,7 @@ class ModelInputs:
     config: Any
 
     def __call__(self, tensors: Tensors) -> dict[str, Any]:
-        """Of `input_ids` and `position_ids` [B, L], and `attention_mask` of a padded layout."""
+        """Makes the inputs from `input_ids` and `position_ids` [B, L], and `attention_mask` of a padded layout."""
         names = ["input_ids", "position_ids"]
         if self.layout.startswith("padded"):
             names.append("attention_mask")
@@ -47,7 +47,7 @@ def _no_more(config: Any, inputs: Tensors) -> dict[str, Any]:
 
 
 def _boundaries(config: Any, inputs: Tensors) -> dict[str, Any]:
-    """What kernels of attention, convolutions and recurrent layers are told."""
+    """Returns what kernels of attention, convolutions and recurrent layers are told."""
     begins_BL = _begins(inputs["position_ids"])
     cells = begins_BL.numel()
     bounds = torch.nn.functional.pad(torch.nonzero(begins_BL.flatten())[:, 0], (0, 1), value=cells).int()

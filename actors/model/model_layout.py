@@ -1,4 +1,4 @@
-"""Whether a model keeps the rows of a layout apart, before it is loaded: a tiny model of its architecture is asked, and its configuration."""
+"""Decides before a model is loaded whether it keeps the rows of a layout apart: a tiny model of its architecture is asked, and its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_ASKED = ("padded_right", "stream")
 
 
 def layout_proof(model: str, layout: str) -> Proof | None:
-    """What the tiny model says, on a CPU; None where nobody can say before the model is loaded, or there is nothing to ask.
+    """Returns what the tiny model says, on a CPU; None where nobody can say before the model is loaded, or there is nothing to ask.
 
     Args:
         model: `tiny`, `tiny-vision`, a folder, or a hub name.
@@ -56,7 +56,7 @@ def scaling_of(model: str) -> SharedScaling | None:
 
 
 def _says_no_scaling(model: str) -> bool:
-    """Whether the file says so without `transformers`, whose import takes a second."""
+    """Returns whether the file says so without `transformers`, whose import takes a second."""
     try:
         text = (Path(model).expanduser() / "config.json").read_text()
     except (OSError, ValueError):

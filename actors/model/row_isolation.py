@@ -49,7 +49,7 @@ PADDING = 3  # cells behind or before the rows
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found.
+    """Holds what was found.
 
     Attributes:
         inputs: that keep rows apart; None where none does.
@@ -87,7 +87,7 @@ def model_inputs(model: Any, layout: str) -> ModelInputs:
 def rows_are_isolated(
     model: Any, layout: str, inputs_of: Callable[[Tensors], Mapping[str, Any]] | None = None
 ) -> bool:
-    """Whether the rows of a layout do not see each other in a model, and padding is not seen.
+    """Returns whether the rows of a layout do not see each other in a model, and padding is not seen.
 
     Args:
         model: as of `model_inputs`.
@@ -124,7 +124,7 @@ def prove(outputs_of: Outputs, lm: torch.nn.Module, layout: str) -> Proof:
 
 
 def mixes_rows(model: str, layout: str, proof: Proof, where: str = "plan.layout") -> ConfigError:
-    """What to say of a model for which nothing was proved."""
+    """Returns what to say of a model for which nothing was proved."""
     first = {
         failure: name for name, failure in reversed(proof.failures.items())
     }  # sets that fail alike are one
@@ -184,7 +184,7 @@ class _Proving:
         return f"logits of a row move by up to {max(leaks + others):.2g} with what is beside it"
 
     def _found(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> list[torch.Tensor]:
-        """What the model says of the row in each micro-batch."""
+        """Returns what the model says of the row in each micro-batch."""
         out = []
         for micro, where in self.micro_batches:
             # the state before comes back: the same dropout in both

@@ -1,4 +1,4 @@
-"""What the ranks of a checkpoint wrote, put together for any number of ranks.
+"""Puts together what the ranks of a checkpoint wrote, for any number of ranks.
 
 This file imports torch; import it inside the function that saves or loads.
 

@@ -34,7 +34,7 @@ class SharedScaling(NamedTuple):
         return 0 if self.kind == "longrope" and beyond == len(lengths) else beyond
 
     def told(self, rows: str) -> str:
-        """What is wrong, where `rows` says how many are longer."""
+        """Returns what is wrong, where `rows` says how many are longer."""
         return (
             f"scales positions by the longest row of a micro-batch ({self.kind}, original context {self.context}), and {rows} "
             "longer: the rows beside them would be computed otherwise than alone"
@@ -42,7 +42,7 @@ class SharedScaling(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to set."""
+        """Returns what to set."""
         alone = ", or plan.layout: padded_right with plan.micro_batch_size: 1"
         return f"set max_length: {self.context}" + (alone if self.kind == "longrope" else "")
 

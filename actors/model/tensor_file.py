@@ -38,7 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Digests:
-    """What was written: of the header, and of each tensor by name."""
+    """Holds what was written: of the header, and of each tensor by name."""
 
     header: str
     tensors: dict[str, str]

@@ -38,7 +38,7 @@ TOKENS = {
 
 
 class TinyVision(BaseModel):
-    """What of a processor and a tokenizer decides the model.
+    """Holds what of a processor and a tokenizer decides the model.
 
     Attributes:
         family: which class.

@@ -257,7 +257,7 @@ def _column_of(values: torch.Tensor | float) -> torch.Tensor | float:
 
 
 def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
-    """Whether the vocabulary is so large that only few targets would be a piece, and the head be read for each."""
+    """Returns whether the vocabulary is so large that only few targets would be a piece, and the head be read for each."""
     if type(head) is not torch.nn.Linear or head.bias is not None or rows_TD.device.type != "cpu":
         return False
     cast = torch.is_autocast_enabled("cpu") and rows_TD.dtype == torch.bfloat16
@@ -277,7 +277,7 @@ def merge_metrics(
 
 
 def head_is_plain(model: Any) -> bool:
-    """Whether logits are just the output embedding of the last hidden state (no soft-capping, no scale)."""
+    """Returns whether logits are just the output embedding of the last hidden state (no soft-capping, no scale)."""
     if model.get_output_embeddings() is None or model.base_model is model:
         return False
     ids_BL = torch.arange(8, device=model.device)[None]

@@ -1,4 +1,4 @@
-"""What has become of a group, and which groups a step may be waiting for. Pure: no disk, the clock is an argument."""
+"""Tells what has become of a group, and which groups a step may be waiting for. Pure: no disk, the clock is an argument."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _lost(
 
 
 def verdict(state: PromptState) -> str:
-    """What a producer hears of a group that was put before."""
+    """Returns what a producer hears of a group that was put before."""
     return state.state if state.state in LOST else "known"
 
 

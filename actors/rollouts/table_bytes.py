@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def file_buffers(table: pa.Table) -> list[memoryview]:
-    """What to write, in this order."""
+    """Returns what to write, in this order."""
     sink = _Sink()
     with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), table.schema) as writer:
         writer.write_table(table)

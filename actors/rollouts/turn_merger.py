@@ -79,7 +79,7 @@ class TurnMerger:
         return merged(batch, holder, self._read_of(batch)), holder
 
     def turns_of(self, key: Key, batch: RowBatch) -> Turns:
-        """What becomes of the rows of one group."""
+        """Returns what becomes of the rows of one group."""
         return self._turns(key, batch, 0, len(batch))
 
     def broken(self, keys: Sequence[Key]) -> list[BrokenTurn]:

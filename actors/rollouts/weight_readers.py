@@ -37,7 +37,7 @@ class WeightReaders:
         self._reading: dict[str, Reading] = {}  # by the name of the read
 
     def begin(self, read: str, owner: str, newest: Callable[[], Published | None]) -> Published | None:
-        """What is published last, which `owner` reads from now on, if it is a file."""
+        """Returns what is published last, which `owner` reads from now on, if it is a file."""
         with self._lock:
             found = newest()
             if found is not None and isinstance(found[1][0], str):

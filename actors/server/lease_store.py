@@ -159,12 +159,12 @@ class LeaseStore:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether the journal holds everything."""
+        """Returns whether the journal holds everything."""
         with self._lock:
             return self._durable == self._changes
 
     def lives(self) -> bool:
-        """Whether anybody holds an unexpired lease."""
+        """Returns whether anybody holds an unexpired lease."""
         with self._lock:
             return self._current().lives(self._awake_s, self._ttl_s)
 

@@ -63,7 +63,7 @@ class Leases:
         return replace(self, by_reader={**self.by_reader, lease.reader: lease})
 
     def lives(self, now_s: float, ttl_s: float) -> bool:
-        """Whether anybody holds an unexpired lease."""
+        """Returns whether anybody holds an unexpired lease."""
         return any(lease.lives(now_s, ttl_s) for lease in self.by_reader.values())
 
     def committed(self) -> int:

@@ -138,7 +138,7 @@ def make_step(
 
 
 def _parts(shards: Sequence[Shard], recipe: Recipe, part: Part | None) -> list[Shard]:
-    """What travels of the shards of all ranks."""
+    """Returns what travels of the shards of all ranks."""
     if part is None:
         return [one for shard in shards for one in recipe.cut(shard)]
     rank, number = divmod(part.rank, recipe.cp or 1)
@@ -174,7 +174,7 @@ def outline(
     column_bytes: Callable[[MiniBatchPlan], ColumnBytes],
     media: MediaArrays | None = None,
 ) -> StepOutline:
-    """What is known of a step before it is made; of a role's own batches the most bytes that they can have.
+    """Returns what is known of a step before it is made; of a role's own batches the most bytes that they can have.
 
     Args:
         recipe: of the role.

@@ -59,7 +59,7 @@ class SilentRank(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """What a holder learns of its group.
+    """Holds what a holder learns of its group.
 
     Attributes:
         frontier: of the group.
@@ -113,7 +113,7 @@ class ReaderLease:
         return max((seat.seen_s for seat in self.seats), default=0.0)
 
     def lives(self, now_s: float, ttl_s: float) -> bool:
-        """Whether somebody holds an unexpired lease."""
+        """Returns whether somebody holds an unexpired lease."""
         return self.holder is not None and now_s - self.seen_s <= ttl_s
 
     def check(self, fence: int) -> None:

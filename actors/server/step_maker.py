@@ -103,7 +103,7 @@ class StepMaker:
         return self._streams[name]
 
     def outline(self, step: int, dp_size: int, stream: str) -> StepOutline:
-        """What the plan says of a step.
+        """Returns what the plan says of a step.
 
         Raises:
             StepOutOfOrder: there is no such step.
@@ -176,7 +176,7 @@ class StepMaker:
         self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[0] != TRAIN or key[1] < step)
 
     def holds_data(self) -> bool:
-        """Whether an entry is open."""
+        """Returns whether an entry is open."""
         return any(stream.is_open for stream in self._streams.values())
 
     def free(self) -> bool:

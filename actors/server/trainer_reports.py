@@ -1,4 +1,4 @@
-"""What trainers say of themselves in their heartbeats, for display. No Ray.
+"""Keeps what trainers say of themselves in their heartbeats, for display. No Ray.
 
 Always true:
 - a report belongs to a fence: that of a trainer that was replaced is never shown for its successor;

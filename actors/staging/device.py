@@ -1,4 +1,4 @@
-"""Where a worker's tensors live, as staging sees it: buffers, copies, and events both ways.
+"""Says where a worker's tensors live, as staging sees it: buffers, copies, and events both ways.
 
 Two orders matter on a GPU, and each has an event: the compute stream starts on a buffer when the copy into it is done
 (`upload` returns that event), and the next copy into it starts when compute is done with it (`consumed`).
@@ -20,7 +20,7 @@ Event = Any  # torch.cuda.Event; None where everything has happened
 
 
 class Device(Protocol):
-    """What staging needs of a device."""
+    """Declares what staging needs of a device."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] that the device can read."""
@@ -35,7 +35,7 @@ class Device(Protocol):
         """The event that everything asked of compute up to now is done."""
 
     def wait_on_compute(self, event: Event) -> None:
-        """What is asked of compute from now on starts after `event`; the caller does not wait."""
+        """Lets what is asked of compute from now on start after `event`; the caller does not wait."""
 
     def wait_on_host(self, event: Event) -> None:
         """The caller waits for `event`."""

@@ -60,12 +60,12 @@ class StagingOptions:
     timing_every_steps: int = 1
 
     def timed(self, key: Key) -> bool:
-        """Whether the parts of this mini-batch are measured."""
+        """Returns whether the parts of this mini-batch are measured."""
         return self.timing and key[0] % self.timing_every_steps == 0
 
 
 class StagingStats(NamedTuple):
-    """What the slots did so far."""
+    """Holds what the slots did so far."""
 
     staged: int  # shards copied
     bytes: int  # of them
@@ -261,7 +261,7 @@ class Slots:
         return slot
 
     def _fits(self, size: int) -> bool:
-        """Whether one more slot may be made."""
+        """Returns whether one more slot may be made."""
         if self._options.ring_bytes is None:
             return len(self._free) + len(self._in_use) < NUM_SLOTS
         return self._ring_bytes() + size <= self._options.ring_bytes

@@ -45,7 +45,7 @@ class _Source:
     prepare: Callable[[Shard], Shard] | None
 
     def opened(self) -> tuple[Shard, float]:
-        """What is to be copied, and the seconds until it was on this node."""
+        """Returns what is to be copied, and the seconds until it was on this node."""
         begin = time.perf_counter()
         value = self.shard
         if isinstance(value, list):
@@ -172,5 +172,5 @@ class Staging:
             return self._staged.pop(key), time.perf_counter() - begin
 
     def _is_kept_out(self) -> bool:
-        """Whether the training thread waits for a shard that is not here; then whatever is put has to go on."""
+        """Returns whether the training thread waits for a shard that is not here; then whatever is put has to go on."""
         return self._wanted is not None and self._wanted not in self._staged

@@ -221,7 +221,7 @@ def _check(folder: Path, weights: dict[str, torch.Tensor], saved: SavedState) ->
 
 
 def _is_whole(model: torch.nn.Module) -> bool:
-    """Whether every rank has a plain module with all weights, under names that no wrapper changes."""
+    """Returns whether every rank has a plain module with all weights, under names that no wrapper changes."""
     from torch.nn.parallel import DistributedDataParallel
 
     if isinstance(model, DistributedDataParallel) or hasattr(model, "set_requires_gradient_sync"):

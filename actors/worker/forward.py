@@ -1,4 +1,4 @@
-"""What a forward pass over a shard says of its rows: numbers per token, and sums per row of an eval.
+"""Computes what a forward pass over a shard says of its rows: numbers per token, and sums per row of an eval.
 
 Axes: B lines of a shard or micro-batch, L its width, N real rows, T their tokens, V vocabulary.
 Always true:

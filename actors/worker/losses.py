@@ -42,7 +42,7 @@ ROW_INDEX, ROW_LOSS, ROW_COUNT = "row_index", "row_loss", "row_count"
 
 @dataclass(frozen=True)
 class Targets:
-    """What a loss may look at; every tensor is [T], float32 or wider.
+    """Holds what a loss may look at; every tensor is [T], float32 or wider.
 
     Attributes:
         weights: of each target, denominators included.
@@ -146,7 +146,7 @@ class PolicyLoss:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy is a term of it."""
+        """Returns whether the entropy is a term of it."""
         return self.entropy_coef != 0
 
     def __call__(self, targets: Targets) -> LossSum:

@@ -61,7 +61,7 @@ class MicroLosses:
         self._proofs: dict[str, Proof] = {}  # by layout
 
     def __call__(self, shard: Shard) -> Iterator[LossSum]:
-        """Of each micro-batch the weighted sum of its losses, which has a gradient, and metrics: call `total.backward()` on one after the other.
+        """Yields of each micro-batch the weighted sum of its losses, which has a gradient, and metrics: call `total.backward()` on one after the other.
 
         Raises:
             ConfigError: a column that the loss needs is not there; the model does not keep the rows of this layout apart.

@@ -1,4 +1,4 @@
-"""Where ranks meet: an address on a node, and a process group."""
+"""Makes the place where ranks meet: an address on a node, and a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers report, and by which rule ranks become one number.
+"""Defines what workers report, and by which rule ranks become one number.
 
 Always true:
 - shares (losses and other means over a mini-batch) and counts are summed over micro-batches and ranks;
@@ -21,7 +21,7 @@ SAME_ON_ALL = ("lr", "grad_norm", "optimizer_step")
 
 @dataclass(frozen=True)
 class MiniResult:
-    """What one rank reports of one optimizer step.
+    """Holds what one rank reports of one optimizer step.
 
     Attributes:
         loss: this rank's share; the sum over ranks is the loss of the mini-batch.

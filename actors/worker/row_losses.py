@@ -43,7 +43,7 @@ Weigh = Literal["group", "sequence"]
 
 @dataclass(frozen=True)
 class LossRows:
-    """What a loss of rows may look at; every tensor is [S], float32 or wider.
+    """Holds what a loss of rows may look at; every tensor is [S], float32 or wider.
 
     Attributes:
         weights: of each row, denominators included; 0 for a dummy.
@@ -297,7 +297,7 @@ MISMATCHED = MismatchedKl()
 
 
 def _told_apart(rewards_S: torch.Tensor, weights_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What is said of the rewards of pairs: weighted sums over those of a micro-batch."""
+    """Returns what is said of the rewards of pairs: weighted sums over those of a micro-batch."""
     chosen, rejected = rewards_S[0::2], rewards_S[1::2]
     return {
         "rewards/chosen": (chosen * weights_P).sum(),

@@ -1,4 +1,4 @@
-"""What a model says of rows that it is not trained on: log-probabilities of their targets, or its likeliest entries.
+"""Computes what a model says of rows that it is not trained on: log-probabilities of their targets, or its likeliest entries.
 
 Axes: N rows, T their tokens one after the other, B rows of a forward pass, L its width, S targets, K entries, D hidden.
 
@@ -95,7 +95,7 @@ class RowScorer:
 
     @property
     def fact(self) -> str:
-        """What is added up over targets: log-probabilities, or the probability of the entries."""
+        """Returns what is added up over targets: log-probabilities, or the probability of the entries."""
         return "logprob" if self.spec.kind == "ref_logprobs" else "probability"
 
     def _empty(self, num_tokens: int) -> dict[str, Array]:
@@ -206,7 +206,7 @@ class RowScorer:
 
 
 def no_model(by: str, value: str, models: Mapping[str, str]) -> ConfigError:
-    """What to say of a row whose teacher is not named."""
+    """Returns what to say of a row whose teacher is not named."""
     what = f"has no model for rows with {by} = {value!r} (it has {', '.join(sorted(models))})"
     return ConfigError("enrich.teacher.models", what, "name one")
 

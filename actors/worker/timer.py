@@ -1,4 +1,4 @@
-"""Where the time of an optimizer step goes; nothing when off.
+"""Measures where the time of an optimizer step goes; does nothing when it is off.
 
 Always true:
 - off, a span costs one call and measures nothing;

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class ModelSpec(BaseModel):
-    """What a `CausalLMWorker` trains, and how.
+    """Holds what a `CausalLMWorker` trains, and how.
 
     Attributes:
         model: `tiny`, `tiny-vision`, a folder, or a hub name.
@@ -145,7 +145,7 @@ class CausalLMWorker(Worker):
             self.optimizer = PlainAdamW(groups, lr=self.spec.learning_rate)
 
     def _proved(self, module: TokenModel) -> dict[str, Proof]:
-        """Of each layout, in the type of the weights, before the model is spread over the ranks."""
+        """Proves each layout, in the type of the weights, before the model is spread over the ranks."""
         from raysvc.actors.model.row_isolation import mixes_rows, prove
 
         def outputs_of(inputs: dict[str, Any]) -> torch.Tensor:
@@ -353,7 +353,7 @@ class CausalLMWorker(Worker):
 
     @property
     def _averages(self) -> bool:
-        """Whether the ranks average their gradients themselves, after the backward pass."""
+        """Returns whether the ranks average their gradients themselves, after the backward pass."""
         return self.dp_size > 1 and self.spec.strategy == "ddp" and self.device == "cpu"
 
     def _reduce(self) -> None:
@@ -427,7 +427,7 @@ def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def rows_of(
     tensors: dict[str, torch.Tensor], columns: tuple[str, ...], weigh: str = "group"
 ) -> dict[str, torch.Tensor]:
-    """What a loss of rows needs to know of the rows of a micro-batch; see `TokenModel.forward`."""
+    """Returns what a loss of rows needs to know of the rows of a micro-batch; see `TokenModel.forward`."""
     import torch
 
     index_BL = row_index(tensors)

@@ -67,7 +67,7 @@ class PartColumns:
 
 @dataclass(frozen=True)
 class PartRows:
-    """What one task reads.
+    """Holds what one task reads.
 
     Attributes:
         first_id: id of its first row.
@@ -178,7 +178,7 @@ class EntryDatasource(Datasource):  # type: ignore[misc]  # ray is not followed
         return ReadTask(_reading(piece, self._names), metadata, schema=schema, per_task_row_limit=limit)
 
     def _pieces(self) -> list[PartRows]:
-        """What is read, part after part; of no row, of one part nothing."""
+        """Returns what is read, part after part; of no row, of one part nothing."""
         pieces, start = [], 0
         for number, entry in enumerate(self._entries):
             for index, (first, stop) in enumerate(

@@ -141,7 +141,7 @@ def read_slice(table: pa.Table, slice_rows: int) -> tuple[Slice, list[SourceRow]
 
 
 def answered(work: Callable[[], tuple[Slice, str]]) -> pa.Table:
-    """What a worker returns for a slice."""
+    """Returns what a worker returns for a slice."""
     try:
         piece, answer = work()
         row = {"slice": json.dumps(piece.to_json()), "answer": answer, "error": ""}

@@ -42,14 +42,14 @@ def extension_name(field: pa.Field) -> str | None:
 
 
 def holds_pickles(field: pa.Field) -> bool:
-    """Whether values of a field are objects that Ray Data has pickled, which run code when they are read."""
+    """Returns whether values of a field are objects that Ray Data has pickled, which run code when they are read."""
     kind = _stored(field.type)
     inner = (kind.field(place) for place in range(kind.num_fields)) if pa.types.is_nested(kind) else ()
     return extension_name(field) == _PICKLED or any(map(holds_pickles, inner))
 
 
 def reader_of(name: str, kind: pa.DataType) -> Convert | None:
-    """What makes a row's value of what Arrow gives for a value of the type; None: it is the same."""
+    """Returns what makes a row's value of what Arrow gives for a value of the type; None: it is the same."""
     return READERS.get(name, _refused)(name, kind)
 
 

@@ -100,7 +100,7 @@ def _value(item: pa.Scalar) -> Any:
 
 
 def _convert(field: pa.Field) -> Convert | None:
-    """What makes JSON of a value that is not null; None when it is JSON."""
+    """Returns what makes JSON of a value that is not null; None when it is JSON."""
     kind, name = field.type, extension_name(field)
     if name is not None:
         return reader_of(name, kind)
@@ -153,7 +153,7 @@ def _decimal(value: Decimal) -> str:
 
 
 def _may_be_odd(field: pa.Field) -> bool:
-    """Whether values of a field can be none that JSON has."""
+    """Returns whether values of a field can be none that JSON has."""
     kind = field.type
     if extension_name(field) is not None:
         return True

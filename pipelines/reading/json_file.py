@@ -59,6 +59,6 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _rows_near(text: bytes) -> bool:
-    """Whether a list of rows opens soon, outside of any row."""
+    """Returns whether a list of rows opens soon, outside of any row."""
     found = _ROWS_BEGIN.search(text[:_NEAR_BYTES])
     return found is not None and text[: found.start()].count(b"{") == 1

@@ -52,7 +52,7 @@ def folder_of(path: str) -> str:
 
 
 def _local(real: str, most: int) -> bytes:
-    """Of a path without links: one that was put there in the meantime is not followed."""
+    """Reads the file of a path without links: one that was put there in the meantime is not followed."""
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

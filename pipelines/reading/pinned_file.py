@@ -109,7 +109,7 @@ class ContentStream:
 
     @property
     def details(self) -> dict[str, Any]:
-        """What an object store said of the object when it was opened."""
+        """Returns what an object store said of the object when it was opened."""
         return dict(getattr(self._raw, "details", None) or {})
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class _Ranges(io.RawIOBase):
         return True
 
     def read(self, size: int | None = -1) -> bytes:
-        """What is left of a range, at most `size` bytes; nothing at the end."""
+        """Returns what is left of a range, at most `size` bytes; nothing at the end."""
         if not self._block:
             ahead = max(2, RANGES_AT_ONCE // len(self._open)) if self._asked else 1
             while len(self._coming) < ahead and self._asked < self._raw.size:

@@ -1,4 +1,4 @@
-"""What the bytes of a file were when it was scanned, and the check that a later read saw the same.
+"""Records what the bytes of a file were when it was scanned, and checks that a later read saw the same.
 
 A scan takes a digest of every block of a file's content. Whoever reads a part of it later reads whole blocks and compares.
 The digest finds changes, it is no defence: whoever may write a source may write anything before it is scanned.

@@ -65,7 +65,7 @@ def read_rows(piece: Slice, storage_options: dict[str, Any]) -> Iterator[SourceR
 
 
 def has_long_line(piece: Slice) -> bool:
-    """Whether a line of it is over the limit, so that its rows are made one by one."""
+    """Returns whether a line of it is over the limit, so that its rows are made one by one."""
     return any(one.is_long_line for one in piece.pieces)
 
 
@@ -224,7 +224,7 @@ def load_dataset_rows(config: SourceConfig) -> Any:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote it."""
+    """Returns whether `save_to_disk` wrote it."""
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""What was appended to a file of lines, as far as it is complete: slices by range of bytes.
+"""Finds what was appended to a file of lines, as far as it is complete: slices by range of bytes.
 
 Always true:
 - a range begins and ends at a line's end, and is never cut again otherwise;
@@ -28,13 +28,13 @@ REMEDY = "restore it and write to a file of a new name, or begin again in anothe
 
 
 def may_grow(file: SourceFile) -> bool:
-    """Whether lines may be appended to a file: one of lines, not compressed, in a folder."""
+    """Returns whether lines may be appended to a file: one of lines, not compressed, in a folder."""
     return "://" not in file.path and not file.path.endswith(COMPRESSED) and kind_of(file.path) in LINE_KINDS
 
 
 @dataclass(frozen=True)
 class CountedLines:
-    """What of a file is counted.
+    """Holds what of a file is counted.
 
     Attributes:
         end: bytes.
@@ -50,14 +50,14 @@ class CountedLines:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CountedLines:
-        """What `to_json` gave."""
+        """Returns what `to_json` gave."""
         return cls(raw["end"], raw["digest"])
 
 
 def appended(
     path: str, counted: CountedLines, slice_bytes: int, most_bytes: int
 ) -> tuple[CountedLines, list[Piece]]:
-    """What is complete behind `counted`, in pieces; none where nothing is.
+    """Returns what is complete behind `counted`, in pieces; none where nothing is.
 
     Args:
         most_bytes: about as many are taken, and the rest is left for the next call.
@@ -84,7 +84,7 @@ def shorter(path: str, counted: int, size: int) -> SourceError:
 
 
 def written_over(path: str) -> SourceError:
-    """What is counted of a file is other bytes now."""
+    """Returns what is counted of a file is other bytes now."""
     return SourceError(f"source file {path!r}", "is counted, and has changed since", REMEDY)
 
 
@@ -130,5 +130,5 @@ def _taken(
 
 
 def _block(position: int) -> int:
-    """Where the block that holds the byte before `position` begins."""
+    """Returns where the block that holds the byte before `position` begins."""
     return max(position - 1, 0) // BLOCK_BYTES * BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Where a file is cut.
+"""Decides where a file is cut.
 
 Always true:
 - cuts are in the order of the rows, they touch and do not overlap;
@@ -81,7 +81,7 @@ class LineCutter:
         self._read += len(block)
 
     def _end_open_line(self, block: bytes) -> int:
-        """Where the rest of the block begins: behind the open line if that was too long."""
+        """Returns where the rest of the block begins: behind the open line if that was too long."""
         first = block.find(b"\n")
         if first < 0 or not self._cut_long_line(self._read + first + 1):
             return 0

@@ -113,7 +113,7 @@ def _files_of(data: Any) -> list[SourceFile]:
 
 
 def _rows_between(pieces: Iterable[Piece], begin: int, end: int) -> Iterator[Piece]:
-    """What rows [begin, end) of all take of each piece."""
+    """Returns what rows [begin, end) of all take of each piece."""
     row = 0
     for piece in pieces:
         low = max(begin - row, 0)

@@ -80,7 +80,7 @@ class FileSource:
         return {file.path: place for place, file in enumerate(self._files)}
 
     def _check_tags(self) -> None:
-        """What was read was read between two listings that say the same."""
+        """Checks that what was read was read between two listings that say the same."""
         for file, now in zip(self._files, self._listed(), strict=True):
             if file.tag != now.tag:
                 raise changed(file.path)
@@ -99,5 +99,5 @@ class FileSource:
 
 
 def _mark(file: SourceFile) -> dict[str, Any] | str | None:
-    """What changes when the file does: a stamp, or what its listing says."""
+    """Returns what changes when the file does: a stamp, or what its listing says."""
     return stamp_of(file) or file.seen

@@ -1,4 +1,4 @@
-"""What a source file is, apart from where it lies, and how to tell that it is still the same.
+"""Says what a source file is, apart from where it lies, and tells whether it is still the same.
 
 Always true:
 - an identity never holds a path, a name or a time;
@@ -38,14 +38,14 @@ def store_tag(url: str, info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def listed_stamp(info: Mapping[str, Any]) -> str | None:
-    """What a listing says that changes with a file, too weak to save reading it; None when it says nothing."""
+    """Returns what a listing says that changes with a file, too weak to save reading it; None when it says nothing."""
     fields = (*CONTENT_FIELDS, *TIME_FIELDS)
     told = {name: str(info[name]) for name in fields if info.get(name) is not None}
     return f"{info.get('size')} {told}" if told else None
 
 
 def local_stamp(handle: int) -> Stamp:
-    """What changes with every change of an open file: opening it asked an NFS server again.
+    """Returns what changes with every change of an open file: opening it asked an NFS server again.
 
     The change time is in it because nobody can set it: an edit that puts the old modification time back shows.
     """
@@ -59,6 +59,6 @@ def local_stamp(handle: int) -> Stamp:
 
 
 def is_settled(stamp: Stamp, now_s: float | None = None) -> bool:
-    """Whether a file with this stamp, read from now on, cannot change without its stamp changing."""
+    """Returns whether a file with this stamp, read from now on, cannot change without its stamp changing."""
     now_ns = int((time.time() if now_s is None else now_s) * 1e9)
     return max(stamp["mtime_ns"], stamp["ctime_ns"]) + int(RACY_S * 1e9) <= now_ns

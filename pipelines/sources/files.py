@@ -1,4 +1,4 @@
-"""What a source file is, and the kinds of files, told apart by their endings."""
+"""Defines what a source file is, and the kinds of files, told apart by their endings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every file of a source holds, read only where nobody knows it.
+"""Finds what every file of a source holds, read only where nobody knows it.
 
 What a file holds is what its bytes say, or what its object store says. A local file that was read before and has the
 same stamp is not read again (`raysvc.pipelines.sources.scan_memo`), so a warm start costs the same for any size.
@@ -157,7 +157,7 @@ class Identifier:
 
 
 def stamp_of(file: SourceFile) -> Json | None:
-    """What changes when the file does; None when nobody can tell without reading.
+    """Returns what changes when the file does; None when nobody can tell without reading.
 
     Raises:
         SourceError: a local file cannot be opened.
@@ -236,7 +236,7 @@ def _fits(record: Json) -> bool:
 
 
 def _cuts_fit(record: Json) -> bool:
-    """Whether the cuts are triples of counts that begin at 0 and touch, to the end of a line file."""
+    """Returns whether the cuts are triples of counts that begin at 0 and touch, to the end of a line file."""
     cuts = record.get("cuts")
     if not isinstance(cuts, list) or not all(
         isinstance(cut, list) and len(cut) == 3 and all(type(number) is int for number in cut) for cut in cuts
@@ -269,7 +269,7 @@ def _is_base64(text: object) -> bool:
 
 
 def _digests_fit(record: Json) -> bool:
-    """Whether there is one digest of each block."""
+    """Returns whether there is one digest of each block."""
     block_bytes, digests = record.get("block_bytes"), record.get("digests")
     return (
         type(block_bytes) is int

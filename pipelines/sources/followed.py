@@ -48,7 +48,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class _New:
-    """What a look found of one file: its new pieces, and what of it is counted then."""
+    """Holds what a look found of one file: its new pieces, and what of it is counted then."""
 
     path: str
     pieces: list[Piece]
@@ -110,7 +110,7 @@ class FollowedSource:
         return self._first_row_of([Slice.from_json(dict(one)) for one in listing.slices])
 
     def check_unchanged(self) -> None:
-        """What is counted is looked at by every `look`."""
+        """Does nothing: every `look` looks at what is counted."""
 
     def look(self) -> bool:
         """List what is new; whether there is a new listing, by whoever.
@@ -155,7 +155,7 @@ class FollowedSource:
             raise SourceError("source.path", what, "start again when a first file is complete")
 
     def _first_row_of(self, slices: Sequence[Slice]) -> dict[str, Any]:
-        """Of the first file that has one.
+        """Returns the first row of the first file that has one.
 
         Raises:
             SourceError: none has; before that is listed for good.
@@ -176,7 +176,7 @@ class FollowedSource:
             self._taken += 1
 
     def _new(self) -> Iterator[_New]:
-        """What is new and complete, up to the size of a listing."""
+        """Returns what is new and complete, up to the size of a listing."""
         num_bytes, num_files, whole = 0, 0, list[SourceFile]()
         for file in self._changed_files():
             if num_bytes >= LISTING_BYTES or num_files >= LISTING_FILES:
@@ -218,7 +218,7 @@ class FollowedSource:
                 yield file
 
     def _is_still(self, path: str, stamp: Json) -> bool:
-        """Whether nobody wrote to a file for `RACY_S`: by its times, or, where these lie in the future, by what was seen of it."""
+        """Returns whether nobody wrote to a file for `RACY_S`: by its times, or, where these lie in the future, by what was seen of it."""
         if is_settled(stamp):
             self._seen.pop(path, None)
             return True

@@ -122,7 +122,7 @@ def _walk(folder: str, above: set[tuple[int, int]]) -> Iterator[SourceFile]:
 
 
 def _is_rows(path: str) -> bool:
-    """Whether it is a plain file.
+    """Returns whether it is a plain file.
 
     Raises:
         SourceError: a link that leads nowhere: its rows would be missing without a word.
@@ -182,7 +182,7 @@ def _remote_file(path: str, info: dict[str, Any]) -> SourceFile:
 
 
 def _hidden(pattern: str, name: str) -> bool:
-    """Whether a part of the name that the pattern leaves open begins with a dot or an underscore."""
+    """Returns whether a part of the name that the pattern leaves open begins with a dot or an underscore."""
     parts = pattern.split("/")
     first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     if any(part.startswith(HIDDEN) for part in parts[first:]):

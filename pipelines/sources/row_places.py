@@ -1,4 +1,4 @@
-"""Where the rows of CSV and Arrow files and of tars lie, so that a slice is read without what stands before it.
+"""Finds where the rows of CSV and Arrow files and of tars lie, so that a slice is read without what stands before it.
 
 Always true:
 - cuts are byte ranges in the order of the rows; the first begins at 0, the last ends with the file, and they touch;

@@ -29,7 +29,7 @@ PEEK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FileScan:
-    """What one look through a file gives.
+    """Holds what one look through a file gives.
 
     Attributes:
         size, sha256: of the content, uncompressed.

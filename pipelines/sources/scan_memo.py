@@ -1,4 +1,4 @@
-"""What was found out about source files, kept beside the entries so that a warm start does not read them again.
+"""Keeps what was found out about source files beside the entries, so that a warm start does not read them again.
 
 A record lies in `<root>/.scans/<hash of what it is about>.json`. What it is about includes the file's stamp, so
 a file that changed has no record: nothing is ever changed or renamed over.
@@ -36,7 +36,7 @@ class Memo:
     store: Store
 
     def get(self, about: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What was kept, None when there is nothing that can be believed.
+        """Returns what was kept, None when there is nothing that can be believed.
 
         Args:
             about: plain JSON that says what the record is of.

@@ -84,7 +84,7 @@ class Slice:
 
     @property
     def is_lines(self) -> bool:
-        """Whether its rows are lines of JSON."""
+        """Returns whether its rows are lines of JSON."""
         return self.pieces[0].kind == "lines"
 
     def path_of(self, source_row: int) -> str:
@@ -99,11 +99,11 @@ class Slice:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Slice:
-        """What `to_json` gave."""
+        """Returns what `to_json` gave."""
         return cls(**{**raw, "pieces": tuple(_piece(one) for one in raw["pieces"])})
 
     def identity(self) -> dict[str, Any]:
-        """What makes two slices the same piece of work, wherever the files lie: rows and content."""
+        """Returns what makes two slices the same piece of work, wherever the files lie: rows and content."""
         content = [
             [
                 one.start,

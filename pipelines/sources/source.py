@@ -1,4 +1,4 @@
-"""Where rows come from: what a source holds, and how it is cut into slices.
+"""Says where rows come from: what a source holds, and how it is cut into slices.
 
 How a source is cut depends on its bytes alone, never on the number of workers, so a build can go on where another
 stopped. What it holds is known at once; the cuts are looked for when somebody asks for them, since a finished entry

@@ -1,4 +1,4 @@
-"""What is known of a build before a row is tokenized: source, format, tokenizer, and the key that they give.
+"""Defines what is known of a build before a row is tokenized: source, format, tokenizer, and the key that they give.
 
 Always true:
 - the key follows from what decides the bytes, and from nothing else;
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What is known before tokenizing.
+    """Holds what is known before tokenizing.
 
     Attributes:
         spec: with the format resolved.
@@ -130,7 +130,7 @@ def _first_row(job: JobConfig, source: Source) -> dict[str, Any]:
 
 
 def no_row(where: str, who: str, source: Source, storage_options: dict[str, Any]) -> SourceError:
-    """What to tell of a source without a row that can be read: what is wrong with the first of its rows.
+    """Returns what to tell of a source without a row that can be read: what is wrong with the first of its rows.
 
     Args:
         where: for the error.
@@ -154,7 +154,7 @@ def no_row(where: str, who: str, source: Source, storage_options: dict[str, Any]
 
 
 def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
-    """What of the tokenizer decides the bytes; a template does only where conversations are rendered."""
+    """Returns what of the tokenizer decides the bytes; a template does only where conversations are rendered."""
     identity = tokenizer.identity()
     if kind in ("text", "pretokenized"):
         return {name: identity[name] for name in identity if not name.startswith("template")}

@@ -1,4 +1,4 @@
-"""What a build tells while it runs: ticks for the progress line, and metrics.
+"""Defines what a build tells while it runs: ticks for the progress line, and metrics.
 
 Always true:
 - a rate is of the work: its clock starts when the first slice does, not when a cluster is asked for;
@@ -132,7 +132,7 @@ class BuildMeter:
         return facts
 
     def _where(self) -> dict[str, Any]:
-        """Of a build of several workers: how many are at work, where, and the slice that took longest."""
+        """Tells of a build of several workers how many are at work, where, and the slice that took longest."""
         if len(self._heard) < 2 or self._total == 0:
             return {}
         working = [who for who, heard in self._heard.items() if time.time() - heard <= 2 * self._pause]

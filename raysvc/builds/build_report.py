@@ -1,4 +1,4 @@
-"""What a user is told of a build, made of the receipts of its slices; stored with the entry.
+"""Defines what a user is told of a build, made of the receipts of its slices; stored with the entry.
 
 Always true:
 - a build whose row counts do not balance, or of which too many rows were quarantined, has no report.
@@ -32,7 +32,7 @@ EXAMPLES_KEPT = 20
 def make_report(
     job: JobConfig, plan: BuildPlan, writer: EntryWriter, receipts: Sequence[Receipt], seconds: float
 ) -> dict[str, Any]:
-    """What the user is told of a build; stored with the entry.
+    """Returns what the user is told of a build; stored with the entry.
 
     Raises:
         QuarantineExceeded: more rows than `max_quarantine` could not be verified.
@@ -87,7 +87,7 @@ def _widest(receipts: Sequence[Receipt]) -> dict[str, int]:
 
 
 def _pad_token_id(hf: Any) -> int:
-    """What fills padding cells; any id will do, since no cell of padding is attended to or trained."""
+    """Returns what fills padding cells; any id will do, since no cell of padding is attended to or trained."""
     candidates = (hf.pad_token_id, hf.eos_token_id, 0)
     return next(int(one) for one in candidates if one is not None)
 

@@ -76,7 +76,7 @@ class CacheEntry:
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
-        """What the builder reported: row counts, quarantined examples, encoder, lengths.
+        """Returns what the builder reported: row counts, quarantined examples, encoder, lengths.
 
         Raises:
             EntryError: a field is missing or of a wrong type.
@@ -231,7 +231,7 @@ def read_entry(
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:
-    """What a server serves: its entry, or those of its mixture; rows have the numbers of its plan.
+    """Returns what a server serves: its entry, or those of its mixture; rows have the numbers of its plan.
 
     Raises:
         EntryError: one of them is gone or damaged.

@@ -33,7 +33,7 @@ class _Example(BaseModel):
 
 
 class _Fields(BaseModel):
-    """What raysvc reads of a report; a builder may have written more, and an early one less."""
+    """Holds what raysvc reads of a report; a builder may have written more, and an early one less."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -79,7 +79,7 @@ class Report(dict[str, Any]):
 
 
 def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
-    """What the builders of some entries of one tokenizer reported, added up; where one grows, what is known before it ends."""
+    """Returns what the builders of some entries of one tokenizer reported, added up; where one grows, what is known before it ends."""
     from raysvc.builds.build_report import percentiles
 
     reports = [one.report for one in entries]
@@ -116,7 +116,7 @@ def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _known_before(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is known of several builds before a row is tokenized."""
+    """Returns what is known of several builds before a row is tokenized."""
     return {
         "source_bytes": sum(one.get("source_bytes", 0) for one in reports),
         "paths": [path for one in reports for path in one["paths"]],

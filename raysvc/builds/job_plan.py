@@ -1,4 +1,4 @@
-"""What of a job decides its plan.
+"""Defines what of a job decides its plan.
 
 Always true:
 - `plan_of` is the plan that the job's server follows;

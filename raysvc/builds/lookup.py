@@ -1,4 +1,4 @@
-"""What a job's source would be as an entry: its name, whether the cache has it, and why not.
+"""Finds what a job's source would be as an entry: its name, whether the cache has it, and why not.
 
 Always true:
 - the key is known before any row is tokenized;
@@ -37,7 +37,7 @@ HIT = "same source, tokenizer, template and options"
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a look at source and cache found.
+    """Holds what a look at source and cache found.
 
     Attributes:
         entry: the finished one; None: it has to be built.
@@ -93,7 +93,7 @@ def _look(job: JobConfig, root: str, name: str) -> Lookup:
 
 
 def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
-    """Whether a job of one source would hit the cache, and in what it differs from the nearest entry; builds nothing."""
+    """Returns whether a job of one source would hit the cache, and in what it differs from the nearest entry; builds nothing."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
     plan = plan_build(job, store)
     entry = find_entry(store, plan.key)

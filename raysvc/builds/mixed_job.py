@@ -38,7 +38,7 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
 
 
 def mixture_spec(job: JobConfig, entries: Sequence[Entry]) -> MixtureSpec | None:
-    """What a server needs of the job's mixture; None when the job has none."""
+    """Returns what a server needs of the job's mixture; None when the job has none."""
     from raysvc.actors.server.spec import MixtureSpec
 
     if job.mixture is None:
@@ -96,7 +96,7 @@ def shuffles_of(job: JobConfig) -> tuple[str | None, ...]:
 
 
 def _shuffles(job: JobConfig, mixture: MixtureConfig) -> list[str]:
-    """Of each source."""
+    """Returns the shuffle of each source."""
     return [each.shuffle or job.plan.shuffle for each in mixture.sources.values()]
 
 

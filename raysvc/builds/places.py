@@ -1,4 +1,4 @@
-"""Where the slices of a build are made: here, by workers of a cluster, or by a builder beside a run.
+"""Says where the slices of a build are made: here, by workers of a cluster, or by a builder beside a run.
 
 A place is a function of builds and of the slices that are left. It makes them in any order, maybe some twice, and returns each receipt
 with the number of its build.

@@ -45,7 +45,7 @@ class StreamedBuild(Build):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the Dataset came to its end."""
+        """Returns whether the Dataset came to its end."""
         return self._ended
 
     def receipts(self, check: Callable[[], None]) -> Iterator[tuple[int, Receipt]]:

@@ -53,7 +53,7 @@ def cache_key(recipe: Recipe) -> str:
 
 
 def rows_key(key: str, recipe: Mapping[str, Any]) -> str:
-    """What names the rows of an entry, for plans: its key, or the one that a private entry would have if it were shared."""
+    """Returns what names the rows of an entry, for plans: its key, or the one that a private entry would have if it were shared."""
     if SHARED not in recipe:
         return key
     if ADDED not in recipe:

@@ -1,4 +1,4 @@
-"""What a finished entry says of itself: parts, counts, checksums, report and recipe.
+"""Defines what a finished entry says of itself: parts, counts, checksums, report and recipe.
 
 Always true:
 - a manifest that parses is safe to act on: part names stay in the folder, counts add up, types are right;
@@ -47,7 +47,7 @@ _COLUMN_TYPE = re.compile(
 
 
 def is_column_type(kind: str) -> bool:
-    """Whether a part can hold a column of this type: text, numbers, or numbers of a shape; each also per token.
+    """Returns whether a part can hold a column of this type: text, numbers, or numbers of a shape; each also per token.
 
     >>> [is_column_type(kind) for kind in ("string", "list<uint8[94,8]>", "bfloat16[4]", "list<string>")]
     [True, True, True, False]

@@ -1,4 +1,4 @@
-"""What a manifest or a receipt says of one part.
+"""Defines what a manifest or a receipt says of one part.
 
 Always true:
 - what `part_info` returns is safe to act on: the name stays in its folder, counts and checksums are some, offsets lie in the file.
@@ -103,7 +103,7 @@ def part_info(raw: Any, where: str) -> PartInfo:
 
 
 def are_checksums(digits: str, number: int) -> bool:
-    """Whether these are so many checksums of files, one after the other."""
+    """Returns whether these are so many checksums of files, one after the other."""
     return len(digits) == 32 * number and _DIGITS.fullmatch(digits) is not None
 
 

@@ -39,7 +39,7 @@ _DIGESTS = ("checksum", "offsets_checksum")
 
 @dataclass(frozen=True)
 class TableInfo:
-    """What a manifest says of the file.
+    """Holds what a manifest says of the file.
 
     Attributes:
         name: of the file, in the entry's folder.
@@ -246,7 +246,7 @@ def write_table(
 
 
 def table_problems(table: PartTable, found_bytes: int | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with the file: kind and detail, as `raysvc.cache.verify.Problem` has them.
+    """Returns what is wrong with the file: kind and detail, as `raysvc.cache.verify.Problem` has them.
 
     Args:
         found_bytes: size of the file by a listing; None: it is not there.

@@ -306,7 +306,7 @@ def _lengths(lists: pa.ListArray) -> npt.NDArray[np.int32]:
 
 
 def _locate_offsets(buffer: pa.Buffer) -> tuple[int, int]:
-    """Where the offsets of the first column per token lie in the file, and how many tokens there are."""
+    """Returns where the offsets of the first column per token lie in the file, and how many tokens there are."""
     with pa.ipc.open_stream(buffer) as reader:
         batch = reader.read_next_batch()
     column = next(each for each in batch.columns if pa.types.is_list(each.type))

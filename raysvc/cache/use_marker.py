@@ -219,7 +219,7 @@ def builder() -> str:
 
 
 def is_being_built(store: Store, folder: str) -> bool:
-    """Whether a builder holds the entry. One that was killed does for `USE_TTL_S` after it renewed its marker."""
+    """Returns whether a builder holds the entry. One that was killed does for `USE_TTL_S` after it renewed its marker."""
     now_s = store_now(store)
     for item in store.scan(folder, names.MANY):
         if names.USE.fullmatch(item.name) and now_s - item.modified_s < USE_TTL_S:

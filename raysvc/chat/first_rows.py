@@ -1,4 +1,4 @@
-"""Whether a build goes on after its first rows: where nearly all of them are quarantined, the job is wrong and not the rows.
+"""Decides whether a build goes on after its first rows: where nearly all of them are quarantined, the job is wrong and not the rows.
 
 Always true:
 - a build ends early only after `LEAST` rows, and only when more of its rows so far are quarantined than `NEARLY_ALL` and

@@ -102,7 +102,7 @@ def sampled_places(flat: list[Sequence], seed: int) -> list[int]:
 
 
 def true_ids(sequence: Sequence, tokenizer: LoadedTokenizer, desk: MediaDesk) -> list[int]:
-    """What the processor itself makes of the conversation and the decoded media."""
+    """Returns what the processor itself makes of the conversation and the decoded media."""
     example = sequence.example
     assert isinstance(example, ChatExample)
     text = tokenizer.reference_text(plain_media(example.messages), example.tools, example.prompt)

@@ -1,4 +1,4 @@
-"""What became of every row and every token.
+"""Counts what became of every row and every token.
 
 Always true:
 - rows_in = rows_written + dropped + quarantined;
@@ -145,7 +145,7 @@ def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]
 
 
 def reasoning_remedy(counts: Mapping[str, Any]) -> str:
-    """What keeps the reasoning that the template left out of trained messages, as far as it was tried; "" when none was left out.
+    """Returns what keeps the reasoning that the template left out of trained messages, as far as it was tried; "" when none was left out.
 
     Args:
         counts: what `to_json` gave.
@@ -158,7 +158,7 @@ def reasoning_remedy(counts: Mapping[str, Any]) -> str:
 
 
 def warnings_of(counts: Mapping[str, Any]) -> list[str]:
-    """What somebody who trains these rows should know, a sentence each.
+    """Returns what somebody who trains these rows should know, a sentence each.
 
     Args:
         counts: what `to_json` gave.
@@ -181,7 +181,7 @@ def warnings_of(counts: Mapping[str, Any]) -> list[str]:
 
 
 def endless_note(counts: Mapping[str, Any]) -> str:
-    """What it means that trained turns have no end; "" when all have one.
+    """Returns what it means that trained turns have no end; "" when all have one.
 
     Args:
         counts: what `to_json` gave.
@@ -199,7 +199,7 @@ def endless_note(counts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def errors_of(name: str) -> Iterator[None]:
-    """What is wrong with the rows of this source of a mixture is raised with its name; "": the job has one source."""
+    """Returns what is wrong with the rows of this source of a mixture is raised with its name; "": the job has one source."""
     try:
         yield
     except (SourceError, QuarantineExceeded) as error:

@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def changes(self) -> frozenset[str]:
-        """What the normal form changed."""
+        """Returns what the normal form changed."""
         said = self.example.prompt if isinstance(self.example, StepsExample) else self.example
         return said.changes if isinstance(said, ChatExample) else self.noted
 
@@ -79,5 +79,5 @@ class Sequence:
 
     @property
     def has_end(self) -> bool:
-        """Whether a trained turn has one."""
+        """Returns whether a trained turn has one."""
         return any(kind == CLOSED_TURN for _, _, kind in self.spans)

@@ -1,4 +1,4 @@
-"""What is kept of rows that are too long.
+"""Decides what is kept of rows that are too long.
 
 Always true:
 - `drop` and `error` keep nothing of them, `keep_start` a prefix of their tokens;

@@ -1,4 +1,4 @@
-"""What every command shares: options, the edge where errors become exit codes, the last line of JSON.
+"""Defines what every command shares: options, the edge where errors become exit codes, the last line of JSON.
 
 Always true:
 - exit code 0 only on success, 2 for a user's mistake (one line on stderr, no traceback), 1 for what raysvc
@@ -173,7 +173,7 @@ def further_runs(words: Sequence[str] | None) -> list[str]:
 
 
 def _as_mistake(error: OSError) -> UserMistake:
-    """What a file system refused, as a line that says what to do."""
+    """Returns what a file system refused, as a line that says what to do."""
     remedy = FILE_SYSTEM[error.errno or 0]
     return ConfigError(str(error.filename or "a file"), f"cannot be used ({error.strerror})", remedy)
 
@@ -188,7 +188,7 @@ def _run_folder(word: str) -> str | None:
 
 
 def _is_served(folder: str) -> bool:
-    """Whether a run says how its steps were made; of a URL that is found out when it is read."""
+    """Returns whether a run says how its steps were made; of a URL that is found out when it is read."""
     files = (("server", "served"), ("served.jsonl",))
     return "://" in folder or any(os.path.exists(os.path.join(folder, *path)) for path in files)
 

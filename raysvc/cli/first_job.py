@@ -49,7 +49,7 @@ PACKED = ("chat", "alpaca", "question_answer", "prompt_completion", "text", "pre
 
 @dataclass(frozen=True)
 class Look:
-    """What the rows of a source are.
+    """Holds what the rows of a source are.
 
     Attributes:
         format: name of their format.
@@ -79,7 +79,7 @@ class Look:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the model is one for trying."""
+        """Returns whether the model is one for trying."""
         return self.model in ("tiny", TINY_VISION)
 
     @property
@@ -220,7 +220,7 @@ def _batch_size(num_rows: int) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows one; the ranks may run on others."""
+    """Returns whether this machine shows one; the ranks may run on others."""
     return Path("/dev/nvidiactl").exists()
 
 

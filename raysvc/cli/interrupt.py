@@ -44,7 +44,7 @@ def twice() -> Iterator[None]:
 
 
 def asked_to_stop() -> bool:
-    """Whether to stop now; a loop that asks after every step is one that listens."""
+    """Returns whether to stop now; a loop that asks after every step is one that listens."""
     if not _state.listening and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _pressed)  # in place of Ray's, which prints its stack and dies
     _state.listening = True

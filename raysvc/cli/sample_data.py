@@ -125,7 +125,7 @@ def write_job(folder: Path, num_rows: int, **sections: dict[str, Any]) -> Path:
 
 
 def row_texts(rows: Iterable[Row]) -> Iterable[str]:
-    """What a row says, for training a tokenizer."""
+    """Returns what a row says, for training a tokenizer."""
     for row in rows:
         for message in row["messages"]:
             yield f"{message['role']}\n{message['content']}"

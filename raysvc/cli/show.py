@@ -42,7 +42,7 @@ Html = Annotated[Path | None, typer.Option("--out", help="Write an HTML page her
 
 @dataclass(frozen=True)
 class _Shown:
-    """What is shown: a title, facts about the whole, and each row with its headline."""
+    """Holds what is shown: a title, facts about the whole, and each row with its headline."""
 
     title: str
     facts: Sequence[str]
@@ -228,7 +228,7 @@ def _removed_note(count: int, entry: CacheEntry) -> str:
 
 
 def _notes(entry: CacheEntry) -> list[str]:
-    """What holds for the entry as a whole."""
+    """Returns what holds for the entry as a whole."""
     from raysvc.chat.row_counts import warnings_of
 
     counts = entry.report.get("row_counts")  # of an entry that grows, where it is not counted to its end
@@ -273,7 +273,7 @@ def _carried(columns: Mapping[str, Any]) -> str:
 
 
 def _cells(line: dict[str, Any]) -> dict[str, Any]:
-    """What fits a line of a terminal; the source is said once, above."""
+    """Returns what fits a line of a terminal; the source is said once, above."""
     dummy = line["row_id"] is None
     return {name: ("dummy" if name == "row_id" else "") if dummy and value is None else value
             for name, value in line.items() if name not in ("source", "columns", "media")}  # fmt: skip

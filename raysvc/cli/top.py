@@ -66,7 +66,7 @@ def _serve(port: int) -> None:
 
 
 def rows() -> dict[str, list[dict[str, str]]]:
-    """What the page shows, as text."""
+    """Returns what the page shows, as text."""
     import ray
 
     from raysvc.inspect.live import cells_of

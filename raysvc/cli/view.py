@@ -25,7 +25,7 @@ _shown = True  # False: quiet
 
 
 def show_progress(shown: bool) -> None:
-    """Whether views that are made from now on show anything."""
+    """Sets whether views that are made from now on show anything."""
     global _shown
     _shown = shown
 
@@ -99,7 +99,7 @@ def counted(tick: Tick) -> str:
 
 
 def said(tick: Tick) -> str:
-    """What a tick says beside its count: what it waits for, and its figures."""
+    """Returns what a tick says beside its count: what it waits for, and its figures."""
     return " ".join(
         text for text in (f"({tick.waiting})" if tick.waiting else "", facts_text(tick.facts)) if text
     )

@@ -1,1 +1,1 @@
-"""What a trainer attaches with: leases, look-ahead, steps."""
+"""Defines what a trainer attaches with: leases, look-ahead, steps."""

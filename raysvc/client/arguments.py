@@ -1,4 +1,4 @@
-"""What is checked before a client takes anything: what users pass, the versions of both sides, whose server it is.
+"""Checks what users pass, the versions of both sides, and whose server it is, before a client takes anything.
 
 Every refusal names the argument, the value and the law.
 

@@ -48,7 +48,7 @@ class Commits:
             self._wake()
 
     def take(self) -> list[Commit]:
-        """What has to be sent of those noted so far, in their order; one thread at a time."""
+        """Returns what has to be sent of those noted so far, in their order; one thread at a time."""
         self.takes += 1
         return covering([Commit(*self._noted.popleft()) for _ in range(len(self._noted))])
 

@@ -133,7 +133,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._stop.is_set()
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ AskSizes = Callable[[int, int], Callable[[], list[int | None]]]
 
 
 class _Eval:
-    """What both kinds share: an eval of a server, and a look-ahead over its steps."""
+    """Has what both kinds share: an eval of a server, and a look-ahead over its steps."""
 
     def __init__(self, connection: Connection, name: str, dp_size: int, limit: Limit) -> None:
         self.name, self.dp_size = name, dp_size

@@ -1,4 +1,4 @@
-"""What every holder of a lease does, a driver or a rank: iterate, commit, restore, leave.
+"""Does what every holder of a lease does, a driver or a rank: iterate, commit, restore, leave.
 
 Always true:
 - steps come in order, from the frontier to the last one, each once;
@@ -47,7 +47,7 @@ S = TypeVar("S")  # a step as this client gives it
 
 
 class Window(Protocol):
-    """What is outstanding of an iteration."""
+    """Holds what is outstanding of an iteration."""
 
     @property
     def num_outstanding(self) -> int: ...
@@ -242,7 +242,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     @abstractmethod
     def _given(self, step: S) -> Given:
-        """What is known of a step that arrived."""
+        """Returns what is known of a step that arrived."""
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
         """Check first, then iterate from the frontier of the first `next`."""
@@ -368,7 +368,7 @@ class LeaseClient(ABC, Generic[F, S]):
         return {**self.meter.report(), **ahead}
 
     def _record(self) -> None:
-        """What is outstanding; one rank speaks for all."""
+        """Records what is outstanding; one rank speaks for all."""
         if self._connection.rank:
             return
         server, stats = self.lease.name, self.stats()

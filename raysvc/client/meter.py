@@ -1,4 +1,4 @@
-"""What a trainer does with its data, measured where it attached: steps, tokens, and the time it waited.
+"""Measures what a trainer does with its data, where it attached: steps, tokens, and the time it waited.
 
 Axes: R ranks.
 Always true:
@@ -32,7 +32,7 @@ MAX_UNCOMMITTED = 4096  # steps whose shape is kept until they are committed
 
 
 class Given(NamedTuple):
-    """What a client knows of a step that it hands out.
+    """Holds what a client knows of a step that it hands out.
 
     Attributes:
         infos: of the mini-batches.
@@ -54,7 +54,7 @@ class Given(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Of a step: `worst` is the tokens of the fullest rank over the mean."""
+    """Says of a step: `worst` is the tokens of the fullest rank over the mean."""
 
     tokens: int
     input_tokens: int
@@ -65,7 +65,7 @@ class _Shape(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What was committed with one call.
+    """Holds what was committed with one call.
 
     Attributes:
         tokens: that the loss counted.

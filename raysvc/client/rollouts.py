@@ -46,7 +46,7 @@ LARGE_BYTES = 100_000  # beyond this Ray would copy an argument into its store a
 
 
 class Put(NamedTuple):
-    """What became of a put.
+    """Says what became of a put.
 
     Attributes:
         new: groups that will be trained.

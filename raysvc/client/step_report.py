@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepReport:
-    """What an attached loop reports.
+    """Holds what an attached loop reports.
 
     Args:
         reporter: of its trackers.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class RankSteps(Protocol):
-    """What a dataset asks of the client or loader that made it."""
+    """Declares what a dataset asks of the client or loader that made it."""
 
     @property
     def lease(self) -> Lease:
-        """What a state says of the rows."""
+        """Returns what a state says of the rows."""
 
     @property
     def schedule(self) -> Schedule:
@@ -111,7 +111,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
             self._commit(self._client.frontier)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was given out: the client's state, and the rows of each item given of the step at its frontier.
+        """Returns what was given out: the client's state, and the rows of each item given of the step at its frontier.
 
         After the last item of a step that is the state of the next step: any number of ranks can go on from it.
         """

@@ -58,7 +58,7 @@ def _over(values: Int64s, runs: Int64s, dtype: npt.DTypeLike) -> Array:
 
 
 class _Pieces:
-    """What follows one another in the cells: rows, and the pads of dummies and gaps."""
+    """Holds what follows one another in the cells: rows, and the pads of dummies and gaps."""
 
     def __init__(self, offsets: Int64s, runs: Int64s, rows: Int64s) -> None:
         """`runs`: int64 [S, 2], cells of a sequence and of the gap after it; `rows`: int64 [S], DUMMY for none."""

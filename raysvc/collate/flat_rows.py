@@ -152,10 +152,10 @@ class FlatRows:
 
 
 def has_turns(rows: RowBatch) -> bool:
-    """Whether some rows may hold several turns."""
+    """Returns whether some rows may hold several turns."""
     return "turn_index" in rows.tokens
 
 
 def has_trajectories(rows: RowBatch, layout: Layout) -> bool:
-    """Whether the rows say which trajectory they are of."""
+    """Returns whether the rows say which trajectory they are of."""
     return layout != "stream" and "trajectory" in rows.rows and rows.rows["trajectory"].dtype.kind in "iu"

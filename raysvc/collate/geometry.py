@@ -1,4 +1,4 @@
-"""Where each row of a mini-batch lies in the arrays of its rank.
+"""Decides where each row of a mini-batch lies in the arrays of its rank.
 
 Axes: R ranks, B lines and S sequences of all ranks one after the other, W_r columns of rank r.
 A column of the shards is one flat buffer of cells, rank after rank, line after line.
@@ -81,7 +81,7 @@ class Geometry:
 
     @property
     def left(self) -> bool:
-        """Whether padding comes first."""
+        """Returns whether padding comes first."""
         return self.layout == "padded_left"
 
 

@@ -168,7 +168,7 @@ def _row_of_cells(arrays: Mapping[str, Any]) -> npt.NDArray[np.int64]:
 
 
 def _by_turn(arrays: Mapping[str, Any], reduction: Reduction) -> bool:
-    """Whether the targets of one row may weigh differently."""
+    """Returns whether the targets of one row may weigh differently."""
     if reduction == "trajectory_mean":
         return "turn_tokens" in arrays and "row_trajectory_tokens" not in arrays
     return "turn_tokens" in arrays and reduction in ("sequence_mean", "group_mean")

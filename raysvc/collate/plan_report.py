@@ -1,4 +1,4 @@
-"""What a run will look like, from lengths alone.
+"""Predicts what a run will look like, from lengths alone.
 
 Axes: K sampled steps, R ranks.
 Always true:

@@ -1,4 +1,4 @@
-"""What one rank gets of one mini-batch: named arrays, and where its micro-batches lie in them.
+"""Defines what one rank gets of one mini-batch: named arrays, and where its micro-batches lie in them.
 
 Axes: B lines (a row, a pack or a window each), W columns, S sequences (rows) of this rank, line after line.
 Arrays of every layout:

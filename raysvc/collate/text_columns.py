@@ -23,7 +23,7 @@ class Reported(Protocol):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What its builder told."""
+        """Returns what its builder told."""
 
 
 def text_widths(entries: Sequence[Reported], columns: Sequence[str]) -> dict[str, int]:

@@ -146,7 +146,7 @@ def _keys(entry: Entry, firsts: Int64s) -> Iterator[bytes]:
 
 
 def _prompts(table: pa.Table, rows: Int64s) -> Iterator[npt.NDArray[np.int32]]:
-    """What is hashed of some rows of a table."""
+    """Returns what is hashed of some rows of a table."""
     ids, starts, stops = _lists(table, "input_ids", rows)
     mask, mask_starts, mask_stops = _lists(table, "loss_mask", rows)
     trained = np.append(np.flatnonzero(mask), len(mask))

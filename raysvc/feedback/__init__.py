@@ -1,1 +1,1 @@
-"""What a trainer says back: outcomes of rows, and decisions that change the steps to come."""
+"""Defines what a trainer says back: outcomes of rows, and decisions that change the steps to come."""

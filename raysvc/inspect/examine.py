@@ -64,7 +64,7 @@ def _skipped(cluster: Finding) -> list[Finding]:
 
 
 def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Finding]:
-    """What only the nodes can say."""
+    """Returns what only the nodes can say."""
     places, findings = _places(job)
     try:
         answers, missing = facts_of(nodes, tuple(places))
@@ -150,7 +150,7 @@ def check_auth(environment: Mapping[str, str], token_file: Path) -> Finding:
 
 
 def check_shm(shm_bytes: int | None, memory_bytes: int) -> Finding:
-    """Whether Ray can keep objects in memory; None: this system has no /dev/shm."""
+    """Returns whether Ray can keep objects in memory; None: this system has no /dev/shm."""
     name = "/dev/shm"
     if shm_bytes is None:
         return Finding(name, "skip", "not Linux: Ray keeps objects in a temporary folder")

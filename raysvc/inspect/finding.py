@@ -1,4 +1,4 @@
-"""What one check of `raysvc doctor` found."""
+"""Defines what one check of `raysvc doctor` found."""
 
 from __future__ import annotations
 

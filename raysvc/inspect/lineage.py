@@ -1,4 +1,4 @@
-"""Where every row of a step comes from, and where it went.
+"""Finds where every row of a step comes from, and where it went.
 
 Always true:
 - one line a row, dummies included, in the order of mini-batches, ranks and lines;

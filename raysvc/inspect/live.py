@@ -1,4 +1,4 @@
-"""What `raysvc top` shows: what servers say of themselves and of their trainers, as one line a server.
+"""Gathers what `raysvc top` shows: what servers say of themselves and of their trainers, as one line a server.
 
 Always true:
 - pure: facts of one moment, or of two, in; lines out;
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen at one moment.
+    """Holds what was seen at one moment.
 
     Attributes:
         time_s: of a clock that only goes forward.

@@ -38,7 +38,7 @@ def facts_of(
 
 
 def check_answers(answers: Answers, missing: Mapping[str, str]) -> Finding:
-    """Whether each node runs our code."""
+    """Returns whether each node runs our code."""
     if missing:
         why = "; ".join(f"{node}: {reason}" for node, reason in sorted(missing.items()))
         remedy = "install raysvc on every node (one image), and look at the node's raylet.log"
@@ -61,7 +61,7 @@ def check_packages(answers: Answers, here: Mapping[str, str]) -> Finding:
 
 
 def check_node_shm(answers: Answers) -> Finding:
-    """Whether Ray keeps objects in memory on every node."""
+    """Returns whether Ray keeps objects in memory on every node."""
     small = {
         node: (facts.shm_bytes, facts.memory_bytes)
         for node, facts in sorted(answers.items())
@@ -104,7 +104,7 @@ def check_node_gpus(answers: Answers, resources: Mapping[str, float], device: st
 
 
 def check_access(name: str, url: str, answers: Answers) -> Finding:
-    """Whether every node reads and writes one folder."""
+    """Returns whether every node reads and writes one folder."""
     bad = [f"{node} {why}" for node, facts in sorted(answers.items()) if (why := facts.access.get(name))]
     if not bad:
         return Finding(f"{name} on nodes", "ok", f"{url} is read and written from all of them")

@@ -1,4 +1,4 @@
-"""What a node says of itself to `raysvc doctor`. Runs on the node, in a task that takes no CPU and no GPU.
+"""Collects what a node says of itself to `raysvc doctor`. Runs on the node, in a task that takes no CPU and no GPU.
 
 Always true:
 - it changes nothing but what the places of `raysvc.nodes.place` write and remove.

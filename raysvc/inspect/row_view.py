@@ -92,7 +92,7 @@ class RowPicture:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it only fills up a rank."""
+        """Returns whether it only fills up a rank."""
         return self.row_id == DUMMY
 
 
@@ -148,7 +148,7 @@ def shard_pictures(shard: Shard, tokenizer: Any = None) -> list[RowPicture]:
 
 
 def columns_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes with a row of an entry beside its tokens; of what is long, how much there is."""
+    """Returns what goes with a row of an entry beside its tokens; of what is long, how much there is."""
     others = {name: value for name, value in row.items() if name not in OWN}
     return {
         name: f"{len(value)} values" if isinstance(value, list) else value for name, value in others.items()

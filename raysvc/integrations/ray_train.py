@@ -84,7 +84,7 @@ class EntryDataConfig(ray.train.DataConfig):  # type: ignore[misc]  # ray is not
 
 
 class EntryShard:
-    """What `ray.train.get_dataset_shard` returns: one rank's part of the rows.
+    """Holds what `ray.train.get_dataset_shard` returns: one rank's part of the rows.
 
     Attributes:
         epoch: that is iterated next, or now; 0-based.

@@ -92,7 +92,7 @@ class BatchRules(SkyRLRules):
         align: int = 1,
         pad_values: Mapping[str, float | int] | None = None,
     ) -> tuple[Shard, ...]:
-        """What the batches of all ranks are made of.
+        """Returns what the batches of all ranks are made of.
 
         Raises:
             ConfigError: the layout is not `padded_left` or `packed`; a column that SkyRL's batch has no place for; columns of

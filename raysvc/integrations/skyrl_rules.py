@@ -1,4 +1,4 @@
-"""What SkyRL's batch has places for, and where responses begin.
+"""Defines what SkyRL's batch has places for, and where responses begin.
 
 Axes: N rows of a mini-batch, B rows of a rank, L width, A columns of responses.
 Always true:
@@ -74,7 +74,7 @@ class SkyRLRules:
 
 
 class Common(NamedTuple):
-    """What the batches of all ranks of a mini-batch have in common: B, L and A."""
+    """Holds what the batches of all ranks of a mini-batch have in common: B, L and A."""
 
     rows: int
     width: int

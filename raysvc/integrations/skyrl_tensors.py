@@ -1,4 +1,4 @@
-"""What a ref of a SkyRL batch holds, and the worker's part: SkyRL's tensors of it.
+"""Defines what a ref of a SkyRL batch holds, and the worker's part: SkyRL's tensors of it.
 
 Axes: B rows of a rank, L width, A columns of responses; packed: B lines.
 Always true:
@@ -47,7 +47,7 @@ _LINE = 64  # bytes; every column begins at a multiple of it
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchShard(Shard):
-    """What a rank's batch is made of; a ref of it opens as a `TrainingInputBatch`.
+    """Holds what a rank's batch is made of; a ref of it opens as a `TrainingInputBatch`.
 
     Its arrays are those of a packed shard, or `input_ids` [B, L], `loss_mask` [B, A], further columns [B, L], [B, A] or [B],
     and of each row `seq_lengths`, `response_lengths` if they are known, and `loss_weights` where targets weigh differently.
@@ -61,7 +61,7 @@ class BatchShard(Shard):
     rules: SkyRLRules = field(kw_only=True)
 
     def to_wire(self) -> Any:
-        """What opens as a batch."""
+        """Returns what opens as a batch."""
         return _Ready(self)
 
 
@@ -92,7 +92,7 @@ def training_batch(shard: BatchShard) -> Any:
 
 
 class TrainingInput(NamedTuple):
-    """What a `TrainingInputBatch` is made of; needs torch alone.
+    """Holds what a `TrainingInputBatch` is made of; needs torch alone.
 
     Attributes:
         columns: name -> tensor.

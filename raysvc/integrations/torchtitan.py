@@ -1,4 +1,4 @@
-"""What torchtitan's trainer takes of an item of `as_torch_dataset()`. Imports nothing of torchtitan.
+"""Makes what torchtitan's trainer takes of an item of `as_torch_dataset()`. Imports nothing of torchtitan.
 
     ParallelAwareDataloader(client.as_torch_dataset(), rank, ranks, batch_size=None, collate_fn=titan_batch)
 

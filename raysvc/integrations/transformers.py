@@ -92,7 +92,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         return [mini], mini["num_tokens"] / ranks
 
     def batch_of(self, micro: RankMicro) -> Inputs:
-        """What `compute_loss` gets of a micro-batch: what keeps its rows apart in the model, labels, and `columns`.
+        """Returns what `compute_loss` gets of a micro-batch: what keeps its rows apart in the model, labels, and `columns`.
 
         Raises:
             ConfigError: the model does not keep the rows of this layout apart, or the shard has no such column.
@@ -129,7 +129,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
             raise ConfigError("Trainer(model)", what, "give compute_loss_func")
 
     def _takes_a_mean(self) -> bool:
-        """Whether `compute_loss` weighs the mean of a micro-batch itself."""
+        """Returns whether `compute_loss` weighs the mean of a micro-batch itself."""
         return False
 
 
@@ -207,7 +207,7 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
         self.loader = loader
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Returns what a checkpoint keeps."""
         return {"args": {}, "attributes": self.loader.state_dict()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

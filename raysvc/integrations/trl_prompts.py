@@ -72,7 +72,7 @@ class PromptsFromServer(_Host):  # type: ignore[misc]  # a trainer comes after i
         super().__init__(*args, **others)
 
     def prompt_of(self, ids: list[int], columns: Row) -> Any:
-        """What a reward function gets as the prompt: the text of its ids, and so completions are texts too.
+        """Returns what a reward function gets as the prompt: the text of its ids, and so completions are texts too.
 
         Return messages, made of `columns`, where the reward functions expect completions as messages.
         """
@@ -164,7 +164,7 @@ class PromptsFromServer(_Host):  # type: ignore[misc]  # a trainer comes after i
         return folder / f"completions_{self.args.process_index}.pt"
 
     def _cut(self) -> list[int]:
-        """What decides which completions of a generation batch are this rank's."""
+        """Returns what decides which completions of a generation batch are this rank's."""
         args = self.args
         return [
             args.world_size,

@@ -94,7 +94,7 @@ class PairsFromServer(TrlFromServer):
         return (found[0] * share, found[1]) if return_outputs else found * share
 
     def _own(self, tensors: dict[str, torch.Tensor], lines: torch.Tensor) -> Inputs:
-        """What only one of the trainers takes."""
+        """Returns what only one of the trainers takes."""
         from trl.trainer.reward_trainer import RewardTrainer
 
         if isinstance(self, RewardTrainer):

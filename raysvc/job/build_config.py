@@ -10,7 +10,7 @@ from raysvc.job.section import PositiveInt, Section
 
 
 class CacheConfig(Section):
-    """Where finished entries live."""
+    """Finished entries live here."""
 
     root: str | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""What a job says of the columns that its rows carry beside tokens and mask.
+"""Defines what a job says of the columns that its rows carry beside tokens and mask.
 
 Always true:
 - a column has one type and one shape in all rows;

@@ -1,4 +1,4 @@
-"""What a job says of the columns that models compute for its rows: section `enrich`.
+"""Defines what a job says of the columns that models compute for its rows: section `enrich`.
 
 Always true:
 - one model for all rows, or one for each value of a column (or of each source of a mixture), never both.

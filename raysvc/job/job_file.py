@@ -143,7 +143,7 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _no_override(text: str) -> ConfigError:
-    """What somebody may have meant who wrote a word without `=`."""
+    """Returns what somebody may have meant who wrote a word without `=`."""
     path = Path(text)
     if path.suffix.lower() in ROWS and path.is_file():
         return ConfigError(
@@ -204,7 +204,7 @@ def _explain(error: ValidationError) -> ConfigError:
 
 
 def _remedy(path: Sequence[str]) -> str:
-    """What to write in place of an unknown key."""
+    """Returns what to write in place of an unknown key."""
     name, known = path[-1], _fields_at(path[:-1])
     if (advice := advice_on(name)) is not None:
         return advice
@@ -227,7 +227,7 @@ def _of_the_user(place: Sequence[int | str]) -> list[str]:
 
 
 def _plain(message: str) -> str:
-    """What pydantic says, in the words of a job file."""
+    """Returns what pydantic says, in the words of a job file."""
     for told, ours in _WORDS:
         message = re.sub(told, ours, message)
     return message
@@ -265,7 +265,7 @@ def _fields_at(path: Sequence[str]) -> list[str]:
 
 
 def _inside(kind: Any, name: str) -> Any:
-    """What a key of a section, or of a mapping whose keys are the user's, holds: a section, a mapping, or None: a value."""
+    """Returns what a key of a section, or of a mapping whose keys are the user's, holds: a section, a mapping, or None: a value."""
     fields = getattr(kind, "model_fields", None)
     if fields is None:
         held = get_args(kind)[1] if get_origin(kind) is dict else None

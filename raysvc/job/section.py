@@ -1,4 +1,4 @@
-"""What all sections of a job share.
+"""Defines what all sections of a job share.
 
 Always true:
 - a section is frozen, and checked when it is made;

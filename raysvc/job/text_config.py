@@ -1,4 +1,4 @@
-"""Where rows come from, and what decides their tokens: sections `source` and `tokenizer`, and `TextSpec`."""
+"""Says where rows come from, and what decides their tokens: sections `source` and `tokenizer`, and `TextSpec`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MediaConfig(Section):
 
 
 def _is_dataset(value: object) -> bool:
-    """Whether it is a `ray.data.Dataset`; nobody has one who has not imported Ray."""
+    """Returns whether it is a `ray.data.Dataset`; nobody has one who has not imported Ray."""
     return type(value).__module__.startswith("ray.data") and hasattr(value, "map_batches")
 
 
@@ -74,7 +74,7 @@ _RayDataset = Annotated[
 
 
 class SourceConfig(Section):
-    """Where rows come from: files (`path`), a `datasets` name or folder (`dataset`), or a Ray Dataset (`ray`)."""
+    """Rows come from files (`path`), a `datasets` name or folder (`dataset`), or a Ray Dataset (`ray`)."""
 
     path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
     dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
@@ -130,7 +130,7 @@ class SourceConfig(Section):
 
     @property
     def media_kinds(self) -> bool | tuple[MediaKind, ...] | None:
-        """Whether rows may have media, or which; None: as the first row shows."""
+        """Returns whether rows may have media, or which; None: as the first row shows."""
         return self.media.kinds if isinstance(self.media, MediaConfig) else self.media
 
     @property
@@ -140,7 +140,7 @@ class SourceConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called: its paths, or the one name of a dataset."""
+        """Returns what it is called: its paths, or the one name of a dataset."""
         return self.path or (str(self.dataset if self.ray is None else _ray_name(self.ray)),)
 
     @model_validator(mode="before")
@@ -218,7 +218,7 @@ class TokenizerConfig(Section):
 
 
 class TextSpec(Section):
-    """What decides the tokens and the mask of a row, and nothing else."""
+    """Holds what decides the tokens and the mask of a row, and nothing else."""
 
     format: Format = "auto"
     columns: dict[str, str] = Field(default_factory=dict)

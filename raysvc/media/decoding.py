@@ -81,7 +81,7 @@ def memory_of(media: Iterable[Sized]) -> int:
 
 
 def check_decodable(media: Sequence[Sized]) -> int:
-    """What a row takes.
+    """Returns what a row takes.
 
     Raises:
         RowFault: it is more than the budget.

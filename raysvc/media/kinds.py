@@ -51,7 +51,7 @@ def size_of(kind: Kind, data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int,
 
 
 def decoded(kind: Kind, data: bytes, size: tuple[int, ...]) -> Any:
-    """What a processor takes; the frames of a video are decoded when they are asked for.
+    """Returns what a processor takes; the frames of a video are decoded when they are asked for.
 
     Args:
         kind: of the medium.

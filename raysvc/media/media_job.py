@@ -1,4 +1,4 @@
-"""Whether the rows of a job have media, and which processor they get.
+"""Finds out whether the rows of a job have media, and which processor they get.
 
 Always true:
 - a source whose first row shows no medium is read as before, unless `source.media` is true: no column, no processor, the same key;

@@ -48,7 +48,7 @@ _WHERE = "tokenizer"
 
 
 class ProcessorFault(ValueError):
-    """What a processor raised, or a medium that it does not take; `str` is its first line."""
+    """Says what a processor raised, or a medium that it does not take; `str` is its first line."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _asked() -> Iterator[None]:
 
 
 class Replacement(NamedTuple):
-    """What stands for one medium.
+    """Holds what stands for one medium.
 
     Attributes:
         text: instead of its placeholder.
@@ -79,7 +79,7 @@ class Replacement(NamedTuple):
 
 
 def has_processor(name: str, revision: str | None = None) -> bool:
-    """Whether a tokenizer's folder or hub name has a processor."""
+    """Returns whether a tokenizer's folder or hub name has a processor."""
     return any(_config(name, each, revision) is not None for each in CONFIGS)
 
 
@@ -172,7 +172,7 @@ class MediaProcessor:
                     raise TokenizerError(_WHERE, what, f"use one of the models of {MODELS_PAGE}")
 
     def _fault(self, kind: Kind) -> str:
-        """What is wrong with the arrays of a kind; "" where nothing is."""
+        """Returns what is wrong with the arrays of a kind; "" where nothing is."""
         try:
             for size in _trials(kind, self)[1]:
                 self.replacement(kind, *size)
@@ -191,7 +191,7 @@ class MediaProcessor:
         return ""
 
     def identity(self) -> dict[str, Any]:
-        """What decides texts and pixels, as JSON."""
+        """Returns what decides texts and pixels, as JSON."""
         own = {key: value for key, value in self.hf.to_dict().items() if key not in _ELSEWHERE}
         parts = {_IN_IDENTITY[kind]: self._settings(kind) for kind in self.kinds}
         found = {"processor": type(self.hf).__name__, "own": own, **parts}
@@ -206,7 +206,7 @@ class MediaProcessor:
         return {key: value for key, value in part.to_dict().items() if key not in _PATHS}
 
     def arrays(self, media: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
-        """What the processor gives for media beside the ids of a text: `pixel_values`, `image_grid_thw`, `input_features`, ...
+        """Returns what the processor gives for media beside the ids of a text: `pixel_values`, `image_grid_thw`, `input_features`, ...
 
         Args:
             media: at least one with its kind, decoded; of one row, in the order of its placeholders.
@@ -325,7 +325,7 @@ class MediaProcessor:
 
     @property
     def _counts(self) -> bool:
-        """Whether it counts tokens and patches; SmolVLM's does not."""
+        """Returns whether it counts tokens and patches; SmolVLM's does not."""
         return hasattr(self.hf, "_get_num_multimodal_tokens")
 
     @cached_property
@@ -447,7 +447,7 @@ _PATHS = (
 
 
 def kinds_in(identity: Mapping[str, Any]) -> tuple[Kind, ...]:
-    """What kinds of media a processor of such an identity is used for."""
+    """Returns what kinds of media a processor of such an identity is used for."""
     return tuple(kind for kind, name in _IN_IDENTITY.items() if name in identity)
 
 
@@ -465,7 +465,7 @@ def _taken(hf: Any) -> list[Kind]:
 
 
 def _video_config(name: str, revision: str | None) -> Mapping[str, Any]:
-    """What the files say of videos, in the order in which transformers looks."""
+    """Returns what the files say of videos, in the order in which transformers looks."""
     own = _config(name, CONFIGS[0], revision) or {}
     if isinstance(own.get("video_processor"), dict):
         return dict(own["video_processor"])

@@ -119,7 +119,7 @@ def _opened(data: bytes, max_pixels: int) -> Any:
 
 
 def _why(error: BaseException) -> str:
-    """What Pillow says, without the bytes of the file that it quotes."""
+    """Returns what Pillow says, without the bytes of the file that it quotes."""
     return re.sub(r"\s*\(?(chunk )?b?['\"].*", "", str(error))[:120]
 
 
@@ -130,7 +130,7 @@ def _unknown(data: bytes) -> str:
 
 
 def _check_complete(data: bytes, kind: str) -> None:
-    """Whether the file has its end: what is cut off would only be found when its pixels are decoded."""
+    """Checks whether the file has its end: what is cut off would only be found when its pixels are decoded."""
     if kind in ("JPEG", "MPO"):
         scan = data.find(b"\xff\xda", _end_of_thumbnails(data))
         complete = scan >= 0 and data.find(b"\xff\xd9", scan) >= 0
@@ -147,7 +147,7 @@ def _check_complete(data: bytes, kind: str) -> None:
 
 
 def _end_of_thumbnails(data: bytes) -> int:
-    """Where the segments before the first scan of a JPEG end: a thumbnail inside of one has a scan of its own."""
+    """Returns where the segments before the first scan of a JPEG end: a thumbnail inside of one has a scan of its own."""
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
         at += 2 + struct.unpack(">H", data[at + 2 : at + 4])[0] if data[at + 1] != 0xFF else 1

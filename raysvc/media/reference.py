@@ -1,4 +1,4 @@
-"""What a row may name as a medium: this place alone decides it, every reader asks here.
+"""Decides what a row may name as a medium; every reader asks here, and no other place decides it.
 
 Rows are untrusted and the job is trusted. A row may name what lies under one of its places: the folder of its own file, and what
 `source.media.allow` has.
@@ -62,7 +62,7 @@ class AllowedPlaces:
         return self._url(full) if "://" in full else self._path(full, resolve)
 
     def may_connect(self, host: str, address: str) -> bool:
-        """Whether a web server may be reached at an address.
+        """Returns whether a web server may be reached at an address.
 
         Args:
             host: of the URL.
@@ -117,7 +117,7 @@ def checked_allow(places: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, also where it stands for another one."""
+    """Returns whether an IP address is one of the public internet, also where it stands for another one."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

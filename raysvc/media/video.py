@@ -40,7 +40,7 @@ _EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
 
 
 class VideoSize(NamedTuple):
-    """What decides the tokens of a video: its frames, their upright width and height, and frames a second as a fraction."""
+    """Holds what decides the tokens of a video: its frames, their upright width and height, and frames a second as a fraction."""
 
     frames: int
     width: int
@@ -154,7 +154,7 @@ def _container(data: bytes) -> tuple[str, int]:
 
 
 def _end_of_boxes(data: bytes) -> int:
-    """Where the last box of an MP4 or MOV file says that it ends."""
+    """Returns where the last box of an MP4 or MOV file says that it ends."""
     at = 0
     while at + 8 <= len(data):
         size = int.from_bytes(data[at : at + 4])
@@ -167,7 +167,7 @@ def _end_of_boxes(data: bytes) -> int:
 
 
 def _end_of_matroska(data: bytes) -> int:
-    """Where the segment of a WebM or Matroska file says that it ends; 0 where it does not say."""
+    """Returns where the segment of a WebM or Matroska file says that it ends; 0 where it does not say."""
     at = 0
     for name in (_EBML, _SEGMENT):
         if data[at : at + 4] != name or len(data) < at + 12:

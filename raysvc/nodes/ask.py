@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Answers(NamedTuple):
-    """What the nodes answered, by the id of the node.
+    """Holds what the nodes answered, by the id of the node.
 
     Attributes:
         given: answers.

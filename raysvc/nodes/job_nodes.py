@@ -1,4 +1,4 @@
-"""What the nodes of a cluster must see for a job, and which of them: asked before the work that needs it begins.
+"""Asks what the nodes of a cluster must see for a job, and which of them: asked before the work that needs it begins.
 
 | who | which nodes | what they must see |
 | --- | --- | --- |

@@ -240,7 +240,7 @@ class SharedModel:
 
 
 def said(attempt: Callable[[], str]) -> str:
-    """What an attempt says is wrong, or raises."""
+    """Returns what an attempt says is wrong, or raises."""
     try:
         return attempt()
     except FileNotFoundError:

@@ -127,7 +127,7 @@ def nodes_see(places: Sequence[Opening], nodes: Sequence[Node]) -> None:
 
 
 def refusal(faults: Sequence[tuple[NodePlace, str, str]]) -> NodeError:
-    """What to tell: each place with its nodes, by what is wrong.
+    """Returns what to tell: each place with its nodes, by what is wrong.
 
     Args:
         faults: place, node and what is wrong.

@@ -1,4 +1,4 @@
-"""What a sequence costs a rank: a * L + b * L^2, in integers.
+"""Counts what a sequence costs a rank: a * L + b * L^2, in integers.
 
 Always true:
 - costs are exact integers, so that a plan is the same on every machine;

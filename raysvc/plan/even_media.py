@@ -40,7 +40,7 @@ _ROWS_TRIED = 256  # of each of two ranks, for one swap
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """What a swap has to keep.
+    """Holds what a swap has to keep.
 
     Attributes:
         sizes: int64 [N], cells of each row.

@@ -93,7 +93,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class OrderRows:
-    """What an order may look at.
+    """Holds what an order may look at.
 
     Attributes:
         num_groups: G; a group is a row, or the rows that belong together.

@@ -180,7 +180,7 @@ class CustomOrder:
         return self._epoch(epoch)[positions]
 
     def identity(self) -> dict[str, str]:
-        """What tells it from other orders."""
+        """Returns what tells it from other orders."""
         return {"name": self._name, "first_epoch": self.digest(0)}
 
     def digest(self, epoch: int) -> str:

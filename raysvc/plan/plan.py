@@ -350,7 +350,7 @@ def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | Windo
 
 
 def _choice(config: PlanConfig, rows: PlanRows) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
-    """Of rows that are numbered by slice: the only ones that a plan has (None: all), and those that it has not; ids, ascending.
+    """Returns of rows that are numbered by slice the only ones that a plan has (None: all), and those that it has not; ids, ascending.
 
     Any other plan is over the chosen rows from the start.
 

@@ -1,4 +1,4 @@
-"""What a plan asks of its rows, and the rows whose lengths are held.
+"""Defines what a plan asks of its rows, and the rows whose lengths are held.
 
 Axes: N rows, G groups, P groups asked for.
 Always true:
@@ -37,11 +37,11 @@ class PlanRows(Protocol):
 
     @property
     def are_pairs(self) -> bool:
-        """Whether the two rows of a group share a micro-batch."""
+        """Returns whether the two rows of a group share a micro-batch."""
 
     @property
     def are_sliced(self) -> bool:
-        """Whether the plan goes slice by slice, and knows no length before it opens one."""
+        """Returns whether the plan goes slice by slice, and knows no length before it opens one."""
 
     @property
     def digest(self) -> str:
@@ -55,7 +55,7 @@ class PlanRows(Protocol):
 
     @property
     def have_media(self) -> bool:
-        """Whether some row may have media."""
+        """Returns whether some row may have media."""
 
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
         """Work of a media encoder, of rows; None: no row has media."""
@@ -129,7 +129,7 @@ class HeldRows:
 
     @property
     def have_media(self) -> bool:
-        """Whether some row has media."""
+        """Returns whether some row has media."""
         return self.patches is not None and bool(self.patches.any())
 
     def patches_of(self, row_ids: Int64s) -> Int64s | None:

@@ -78,7 +78,7 @@ def cut_multiple(multiple: int, cp_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank gets of a mini-batch.
+    """Holds what one rank gets of a mini-batch.
 
     Attributes:
         rows: int32 [S], positions into the mini-batch's `row_ids`, -1 for a dummy.

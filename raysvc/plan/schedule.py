@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def is_endless(self) -> bool:
-        """Whether nobody knows where it ends: of a source that is followed."""
+        """Returns whether nobody knows where it ends: of a source that is followed."""
         return self.num_groups >= ENDLESS
 
     @property

@@ -1,4 +1,4 @@
-"""What is needed to go on after the last committed step, as small JSON.
+"""Holds what is needed to go on after the last committed step, as small JSON.
 
 Always true:
 - a state says which plan it belongs to, field by field, so that a refusal can name the difference;
@@ -129,7 +129,7 @@ class PlanState:
 
 
 def _has_grown(old: Mapping[str, Any], new: Mapping[str, Any], groups: int) -> bool:
-    """Whether the mixture of `new` is that of `old` with more sources or stages, all after `groups`."""
+    """Returns whether the mixture of `new` is that of `old` with more sources or stages, all after `groups`."""
     was, is_ = old.get("mixture"), new["mixture"]
     if was is None or is_ is None or was == is_:
         return False

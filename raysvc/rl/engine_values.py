@@ -1,4 +1,4 @@
-"""What engines give, as arrays: tensors of any dtype numpy has a place for, and values per token laid at their token.
+"""Turns what engines give into arrays: tensors of any dtype numpy has a place for, and values per token laid at their token.
 
 Axes: L tokens of a sequence.
 Always true:
@@ -33,7 +33,7 @@ def array_of(values: Any) -> Array:
 
 
 def is_finite(values: Array) -> bool:
-    """Whether no number is infinite or NaN."""
+    """Returns whether no number is infinite or NaN."""
     if values.dtype == BF16:
         return bool((values["bfloat16"] & 0x7F80 != 0x7F80).all())
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())

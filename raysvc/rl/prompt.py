@@ -16,7 +16,7 @@ from raysvc.rl.group import Group
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What to sample, and what to call it when it is put.
+    """Holds what to sample, and what to call it when it is put.
 
     Attributes:
         uid: of this prompt in this epoch, `position/row`: its place in the stream, and the row of the source.

@@ -1,4 +1,4 @@
-"""Where a prompt stands with a rollout server."""
+"""Says where a prompt stands with a rollout server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LOST = ("evicted", "dropped", "quarantined")  # put once, and never trained unde
 
 
 class PromptState(NamedTuple):
-    """What has become of a prompt, under one attempt.
+    """Says what has become of a prompt, under one attempt.
 
     Attributes:
         state: `unknown`: not reserved and not put. `reserved`: a producer works on it. `open`: more rows will be put.

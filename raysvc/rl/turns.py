@@ -58,7 +58,7 @@ class BrokenPrefix(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """What `find_turns` found in a group.
+    """Holds what `find_turns` found in a group.
 
     Attributes:
         holder: int64 [S], the row that holds each row; itself where it is kept.

@@ -24,7 +24,7 @@ _NAME = r"weights-{run}-\d{{9}}-v\d+-[0-9a-f]{{8}}\.safetensors"
 
 
 class Weights(NamedTuple):
-    """What `Rollouts.weights` brings.
+    """Holds what `Rollouts.weights` brings.
 
     Attributes:
         version: to put groups under.
@@ -91,7 +91,7 @@ def _files(names: Collection[str], run: str) -> list[str]:
 
 
 def read_blob(folder: str, name: str) -> bytes:
-    """What `write_blob` wrote.
+    """Returns what `write_blob` wrote.
 
     Raises:
         FileNotFoundError: it is gone, or this node does not see the folder.

@@ -1,4 +1,4 @@
-"""What is known before a row is computed: the models, whether they fit the rows, and the key of the entry.
+"""Finds out what is known before a row is computed: the models, whether they fit the rows, and the key of the entry.
 
 Always true:
 - the key follows from the base's recipe, the columns, the models' content, dtype and k; from nothing else;

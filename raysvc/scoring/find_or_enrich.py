@@ -136,7 +136,7 @@ class _Enriching:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slice is computed."""
+        """Returns whether every slice is computed."""
         return len(self._done) == len(self._slices)
 
     def add(self, receipt: Receipt) -> None:
@@ -159,7 +159,7 @@ class _Enriching:
         return open_entry(self.writer.uri, self.job.cache.storage_options)
 
     def _is_small(self) -> bool:
-        """Whether this process computes what is left before a worker of a cluster would have begun."""
+        """Returns whether this process computes what is left before a worker of a cluster would have begun."""
         from raysvc.pipelines.local_build import CLUSTER_S
 
         share = sum(piece.num_rows for piece in self.left) / max(self.base.num_rows, 1)

@@ -79,7 +79,7 @@ def with_found_columns(
 
 
 def explain_columns(job: JobConfig, source: str, root: str) -> dict[str, Any]:
-    """What `explain_job` says of a job of one source, with `added`: the same of each of its columns.
+    """Returns what `explain_job` says of a job of one source, with `added`: the same of each of its columns.
 
     What would be added to rows that are not there yet is not looked at.
 
@@ -108,7 +108,7 @@ def added_columns(entry: CacheEntry) -> set[str]:
 
 
 def added_reports(entry: CacheEntry) -> list[Mapping[str, Any]]:
-    """What was computed, source by source in the order in which it was added."""
+    """Returns what was computed, source by source in the order in which it was added."""
     return [report for one in entry.entries for report in one.report.get("added", ())]
 
 

@@ -1,4 +1,4 @@
-"""What a model is, apart from where it lies: the identity that a key holds, and what has to fit the rows.
+"""Identifies what a model is, apart from where it lies: the identity that a key holds, and what has to fit the rows.
 
 A folder is known by the content of its configuration and weights, hashed once and remembered like source files; a hub
 name by its commit; `tiny` by what it is made of.

@@ -75,7 +75,7 @@ def check_rows(job: JobConfig, entry: CacheEntry) -> None:
 
 
 def wanted_columns(job: JobConfig, source: str = "") -> list[WantedColumns]:
-    """What is added to the entry of a source, in order.
+    """Returns what is added to the entry of a source, in order.
 
     Args:
         job: with the source's carried columns in `job.source`.

@@ -24,7 +24,7 @@ _SHARE = 0.1  # a cause below this share of the wait is not named
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What is known of a step that may have waited.
+    """Holds what is known of a step that may have waited.
 
     Attributes:
         step: its number.

@@ -21,7 +21,7 @@ SECRET = ("storage_options",)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is opened with.
+    """Holds what a tracker is opened with.
 
     Attributes:
         id: the same for a run and whatever continues it.

@@ -118,7 +118,7 @@ class Evals:
         return cls(tuple(job.evals), job.trainer.eval_every_steps, stop)
 
     def due(self, done: int) -> bool:
-        """Whether they run once `done` steps are trained."""
+        """Returns whether they run once `done` steps are trained."""
         return bool(self.names) and (done == self.stop or (self.every is not None and done % self.every == 0))
 
     def next_after(self, done: int) -> float:

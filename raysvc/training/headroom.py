@@ -1,4 +1,4 @@
-"""What a perfect loader would give: the same steps once through the real loader, once from shards that are there already.
+"""Measures what a perfect loader would give: the same steps once through the real loader, once from shards that are there already.
 
 Always true:
 - nothing of the job's run is touched: the server is a private one without a journal, and neither row log, metrics,

@@ -1,4 +1,4 @@
-"""Whether the model has an entry for every id of the rows, looked at before anything is started for it.
+"""Checks whether the model has an entry for every id of the rows, before anything is started for it.
 
 A tokenizer may have more ids than its model (Gemma 3 1B has one more), as long as no row uses them. So rows are looked at only
 where the numbers differ.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def may_lack_entries(job: JobConfig) -> bool:
-    """Whether the folder of the tokenizer has more ids than the folder of the model says that it has."""
+    """Returns whether the folder of the tokenizer has more ids than the folder of the model says that it has."""
     entries = _entries_of_folder(job.trainer.model)
     ids = _ids_of_folder(job.tokenizer.name) if entries is not None else None
     return entries is not None and ids is not None and entries < ids
@@ -84,7 +84,7 @@ def _entries_of_folder(name: str) -> int | None:
 
 
 def _json_of(name: str, file: str) -> dict[str, Any]:
-    """What a file of a folder says; nothing where it is not there, or is broken, which others say better."""
+    """Returns what a file of a folder says; nothing where it is not there, or is broken, which others say better."""
     from raysvc.chat.source.json_rows import load_json
 
     try:

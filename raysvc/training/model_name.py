@@ -104,7 +104,7 @@ def _may_have_gpus(job: JobConfig, ray_there: Future[str] | None) -> bool:
 
 
 def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
-    """What `tiny-vision` sees; None of any other model.
+    """Returns what `tiny-vision` sees; None of any other model.
 
     Raises:
         ConfigError: `tiny` for rows with media, `tiny-vision` for rows without or that it cannot see, or a model that was not

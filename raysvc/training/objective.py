@@ -1,4 +1,4 @@
-"""What a job trains: the loss of its objective, if the rows are made for it.
+"""Defines what a job trains: the loss of its objective, if the rows are made for it.
 
 Always true:
 - rows of pairs or with labels are never trained as plain rows: a rejected answer or a wrong step is not an example;

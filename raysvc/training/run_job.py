@@ -39,7 +39,7 @@ def keep_job(folder: Path, job: JobConfig) -> None:
 
 
 def has_job(folder: str | Path) -> bool:
-    """Whether a folder is one of a run that kept its job."""
+    """Returns whether a folder is one of a run that kept its job."""
     return (Path(folder) / FILE).is_file()
 
 

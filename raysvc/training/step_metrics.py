@@ -1,4 +1,4 @@
-"""What our own workers add to the metrics of a step; steps, tokens and shape are recorded by the client.
+"""Makes what our own workers add to the metrics of a step; steps, tokens and shape are recorded by the client.
 
 Always true:
 - one call a step, of microseconds: numbers that are there already, no round trip.

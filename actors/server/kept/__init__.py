@@ -1,1 +1,1 @@
-"""What a server keeps in its run folder beside its leases, and that it alone writes there."""
+"""Keeps what a server needs in its run folder beside its leases; it alone writes there."""

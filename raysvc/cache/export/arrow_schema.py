@@ -55,7 +55,7 @@ def _fixed_bytes(part: PartInfo, kind: str) -> int:
 
 
 def _parsed(kind: str) -> tuple[bool, str, tuple[int, ...]]:
-    """Whether it is per token, the numpy type of a number, and the shape of a value."""
+    """Returns whether it is per token, the numpy type of a number, and the shape of a value."""
     per_token = kind.startswith("list<")
     number, _, shape = kind.removeprefix("list<").rstrip(">]").partition("[")
     sizes = tuple(map(int, shape.split(","))) if shape else ()

@@ -32,7 +32,7 @@ REMEDY = "restore the folder, or remove it and begin a run of its own with a fre
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """What appeared between two looks at a source.
+    """Holds what appeared between two looks at a source.
 
     Attributes:
         first_slice: number of its first slice.

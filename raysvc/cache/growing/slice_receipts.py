@@ -102,7 +102,7 @@ class SliceReceipts:
         return self._part(index)
 
     def has(self, slices: Iterable[int]) -> bool:
-        """Whether slices are finished now."""
+        """Returns whether slices are finished now."""
         missing = [index for index in slices if not self._is_there(index)]
         if missing:
             self._look(missing)
@@ -192,7 +192,7 @@ class SliceReceipts:
         return index in self._parts or 0 <= index < len(self._finished)
 
     def _part(self, index: int) -> PartInfo:
-        """What was served first stays."""
+        """Returns what was served first stays."""
         return self._parts[index] if index in self._parts else self._finished[index]
 
     def _look(self, slices: Iterable[int]) -> None:

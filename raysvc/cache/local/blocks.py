@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def is_done(self) -> bool:
-        """Whether every byte was compared."""
+        """Returns whether every byte was compared."""
         return self._all
 
     def check_neighbours(self, start: int, stop: int) -> bool:

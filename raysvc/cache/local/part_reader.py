@@ -177,7 +177,7 @@ class PartReader:
             return next(iter(self._views), 0)
 
     def _goes_on(self, used: list[int]) -> bool:
-        """Whether the reads go from front to back."""
+        """Returns whether the reads go from front to back."""
         if not used or not self._reads_ahead:
             return False
         with self._lock:

@@ -1,4 +1,4 @@
-"""Where the bytes of an entry's parts come from: the file itself, or a checked copy of a remote one.
+"""Decides where the bytes of an entry's parts come from: the file itself, or a checked copy of a remote one.
 
 Always true:
 - `buffer` gives memory-mapped bytes of exactly the size that the manifest says;
@@ -36,7 +36,7 @@ class PartSource(Protocol):
 
     @property
     def are_checked(self) -> bool:
-        """Whether `buffer` compared the bytes with their checksum."""
+        """Returns whether `buffer` compared the bytes with their checksum."""
         ...
 
     def buffer(self, part: PartInfo) -> pa.Buffer:

@@ -42,7 +42,7 @@ def opened_if_sealed(data: bytes) -> dict[str, Any]:
 
 
 def opened(data: bytes) -> dict[str, Any]:
-    """What was given to `sealed`.
+    """Returns what was given to `sealed`.
 
     Raises:
         ValueError: the file is not what was written; the text says in what way.

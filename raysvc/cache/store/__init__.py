@@ -1,1 +1,1 @@
-"""Where bytes lie: local disk, NFS, S3 and every fsspec store."""
+"""Says where bytes lie: local disk, NFS, S3 and every fsspec store."""

@@ -1,4 +1,4 @@
-"""What a disk says when it is full, read-only or broken, as one line of ours."""
+"""Tells what a disk says when it is full, read-only or broken, as one line of ours."""
 
 from __future__ import annotations
 

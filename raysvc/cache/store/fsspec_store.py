@@ -46,7 +46,7 @@ class FsspecStore:
     unsafe_store: bool = False
 
     def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
-        """What lies directly in a folder."""
+        """Returns what lies directly in a folder."""
         fs = self._fs()
         base = fs._strip_protocol(self._path(folder)).rstrip("/")
         if few_of and self._is_s3():

@@ -1,4 +1,4 @@
-"""Where a cache lies, and the store of a path or URL."""
+"""Says where a cache lies, and the store of a path or URL."""
 
 from __future__ import annotations
 

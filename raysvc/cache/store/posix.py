@@ -55,7 +55,7 @@ class PosixStore:
         return self.root
 
     def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
-        """What lies directly in a folder, by listing the root first and the folder then."""
+        """Returns what lies directly in a folder, by listing the root first and the folder then."""
         if not self._is_listed(folder):
             return ()
         path = self._path(folder)
@@ -133,7 +133,7 @@ class PosixStore:
         _probed.add(self.root)
 
     def _is_listed(self, folder: str) -> bool:
-        """Whether the root shows a folder, and the folder above it where it lies deeper."""
+        """Returns whether the root shows a folder, and the folder above it where it lies deeper."""
         above, _, name = folder.rpartition("/")
         return not folder or (self._is_listed(above) and name in self._names_in(self._path(above)))
 

@@ -16,7 +16,7 @@ from raysvc.cache.store.store import Found
 
 
 def few_names(fs: Any, base: str, few_of: tuple[str, ...]) -> Iterator[Found]:
-    """What lies directly in a folder.
+    """Returns what lies directly in a folder.
 
     Args:
         fs: s3fs.

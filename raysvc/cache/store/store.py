@@ -1,4 +1,4 @@
-"""Where entries lie: a folder of folders of files that appear finished or not at all.
+"""Says where entries lie: a folder of folders of files that appear finished or not at all.
 
 What a store promises, on a local disk, on NFS, on S3 and on anything that fsspec opens:
 
@@ -61,7 +61,7 @@ class Store(Protocol):
         ...
 
     def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
-        """What lies directly in a folder; empty when there is no such folder.
+        """Returns what lies directly in a folder; empty when there is no such folder.
 
         Of names that begin with one of `few_of` some may be left out, where there are very many.
         """
@@ -101,7 +101,7 @@ class Store(Protocol):
 
 
 def buffers_of(data: Data) -> list[memoryview]:
-    """What to write, one after another."""
+    """Returns what to write, one after another."""
     return data if isinstance(data, list) else [memoryview(data)]
 
 

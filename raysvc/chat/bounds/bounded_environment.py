@@ -160,7 +160,7 @@ class _Bounded(NodeTransformer):
         )  # ids of nodes whose value is only written, or a part of one that is kept
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802  Jinja calls it so
-        """What is written."""
+        """Returns what is written."""
         self._leave(node.nodes)
         return self.generic_visit(node)
 
@@ -196,7 +196,7 @@ class _Bounded(NodeTransformer):
 
 
 def _in_groups(texts: list[nodes.Expr]) -> list[nodes.Expr]:
-    """Of a `~` with many texts: of some at a time, each of which is measured."""
+    """Joins the texts of a long `~` some at a time, and measures each result."""
     while len(texts) > FEW:
         groups = [texts[at : at + FEW] for at in range(0, len(texts), FEW)]
         texts = [_filter(nodes.Concat(group, lineno=group[0].lineno), KEPT, []) for group in groups]

@@ -48,7 +48,7 @@ class OverBudget(RowFault):
 
 
 class _Run:
-    """What runs in one thread.
+    """Holds what runs in one thread.
 
     Attributes:
         count: odd while a template runs.
@@ -158,7 +158,7 @@ class _Watch:
             return list(self._runs)
 
     def _judge(self, run: _Run) -> bool:
-        """Whether anything ran since the last look; what takes too much is condemned."""
+        """Returns whether anything ran since the last look; what takes too much is condemned."""
         count, is_new = run.count, run.count != run.seen
         if not count & 1:
             run.seen = count

@@ -134,7 +134,7 @@ def _small(bits: int) -> None:
 
 
 def _format(text: Any, *values: Any, **named: Any) -> None:
-    """Of `%` and `format`: no wide field, and not too much in all of them."""
+    """Checks `%` and `format`: no wide field, and not too much in all of them."""
     shown = text if isinstance(text, str) else text.decode("latin-1")
     if _WIDE.search(shown):
         raise RenderTooCostly("it formats with a width of five digits, or one that it computes")
@@ -167,7 +167,7 @@ def _joins(separator: Any, items: Any) -> None:
 
 
 def _search(value: Any, wanted: Any = "", *_: Any, **named: Any) -> None:
-    """Of those methods that compare each character with each."""
+    """Checks those methods that compare each character with each."""
     wanted = next((one for one in named.values() if isinstance(one, str)), wanted)
     if isinstance(wanted, str | bytes) and len(wanted) * len(value) > MAX_STEPS:
         raise RenderTooCostly("it looks for a long text in a long text")
@@ -212,7 +212,7 @@ def trimmed(value: Any, chars: Any = None) -> str:
 
 
 def check_json(indent: Any, separators: Any = None) -> None:
-    """What `tojson` puts between values.
+    """Checks what `tojson` puts between values.
 
     Raises:
         RenderTooCostly: it is too wide.

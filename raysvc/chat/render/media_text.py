@@ -104,7 +104,7 @@ def _replacement(desk: MediaDesk, kind: Kind, taken: Taken) -> Replacement:
 
 
 def _check_kinds(found: list[Kind], wanted: list[Kind]) -> None:
-    """Whether a text has one placeholder of the kind of each medium, in order."""
+    """Checks whether a text has one placeholder of the kind of each medium, in order."""
     for kind in dict.fromkeys([*wanted, *found]):
         shown, there = found.count(kind), wanted.count(kind)
         if shown != there:
@@ -116,7 +116,7 @@ def _check_kinds(found: list[Kind], wanted: list[Kind]) -> None:
 
 
 def _check_owners(render: Render, found: Many[tuple[int, int, Kind]], places: Many[int]) -> None:
-    """Whether each placeholder was written for the message of its medium."""
+    """Checks whether each placeholder was written for the message of its medium."""
     for (start, _, kind), place in zip(found, places, strict=True):
         owner = render.owners[bisect_right(render.bounds, start) - 1]
         if owner not in (place, NOBODY):

@@ -34,7 +34,7 @@ variable, empty of a step.
 
 
 class Log:
-    """What a context carries while it is rendered with.
+    """Holds what a context carries while it is rendered with.
 
     Attributes:
         pieces: that are written.
@@ -86,7 +86,7 @@ def _set(own: dict[str, int], name: str, place: int | None) -> None:
 
 
 def note_filters() -> dict[str, Callable[..., Any]]:
-    """What a template with notes calls, by name."""
+    """Returns what a template with notes calls, by name."""
     return {STEP: _note_step, SET: _note_set, END: _note_end}
 
 
@@ -155,7 +155,7 @@ def _with_steps(loop: nodes.For, depth: int, counts: bool) -> list[nodes.Node]:
 
 
 def _is_of_tools(value: nodes.Node) -> bool:
-    """Whether a loop is over the row's tools, or the calls of a message."""
+    """Returns whether a loop is over the row's tools, or the calls of a message."""
     if isinstance(value, nodes.Name):
         return value.name == "tools"
     if isinstance(value, nodes.Getattr):

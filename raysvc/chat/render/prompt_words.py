@@ -1,4 +1,4 @@
-"""Whether the words of a conversation decide on its generation prompt, as in `{% if '/no_think' in messages[0].content %}`.
+"""Decides whether the words of a conversation decide on its generation prompt, as in `{% if '/no_think' in messages[0].content %}`.
 
 1. From the syntax of a template: what each name and each field of a namespace is made of, and under which questions it is set.
 2. A prompt is what stands where `add_generation_prompt` is asked. It depends on words where, through any names, a field of a
@@ -41,7 +41,7 @@ _OPENS = {
 
 @lru_cache(maxsize=256)
 def words_decide(text: str) -> bool:
-    """Whether the words of messages may change what a template adds when it is asked for the prompt.
+    """Returns whether the words of messages may change what a template adds when it is asked for the prompt.
 
     Args:
         text: Jinja source of a template that compiles.
@@ -175,14 +175,14 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 def _fields(node: nodes.Node) -> list[nodes.Keyword] | None:
-    """What a namespace is made with; None of anything else."""
+    """Returns what a namespace is made with; None of anything else."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "namespace":
         return node.kwargs
     return None
 
 
 def _is_never_asked(test: nodes.Node) -> bool:
-    """Whether a test is false wherever the prompt is asked for."""
+    """Returns whether a test is false wherever the prompt is asked for."""
     if isinstance(test, nodes.And):
         return _is_never_asked(test.left) or _is_never_asked(test.right)
     return isinstance(test, nodes.Not) and isinstance(test.node, nodes.Name) and test.node.name == ASKED

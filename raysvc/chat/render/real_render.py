@@ -97,7 +97,7 @@ class RealRender:
 
     @staticmethod
     def _marks(pieces: list[str], ends: list[int], begins: list[int]) -> list[Extent]:
-        """What is inside `{% generation %}`, each in one block; neighbours are joined."""
+        """Returns what is inside `{% generation %}`, each in one block; neighbours are joined."""
         marks: list[Extent] = []
         for piece, (start, end) in zip(pieces, pairwise(ends), strict=True):
             if type(piece) is not _Generated or not piece:
@@ -108,7 +108,7 @@ class RealRender:
 
 
 class _Generated(str):
-    """What a `{% generation %}` wraps."""
+    """Marks what a `{% generation %}` wraps."""
 
     __slots__ = ()
 

@@ -81,7 +81,7 @@ def _with_results(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _told(part: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """What a part says, under our names."""
+    """Returns what a part says, under our names."""
     said = {key: value for key, value in part.items() if key not in _UNSAID and value is not None}
     odd = sorted(said.keys() - names.keys())
     if odd:

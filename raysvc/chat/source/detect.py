@@ -131,7 +131,7 @@ def _needs(spec: TextSpec, name: FormatName, columns: list[str]) -> tuple[str, .
 
 
 def _is_kto_chat(spec: TextSpec, columns: list[str]) -> bool:
-    """Whether there are messages with a label that means something here, and is not carried."""
+    """Returns whether there are messages with a label that means something here, and is not carried."""
     there = [name for name in columns if name not in {*spec.ignore, *spec.carry}]
     return all(_theirs(spec, ours, there) in there for ours in KTO_CHAT)
 

@@ -1,4 +1,4 @@
-"""What a source row says, to be rendered or encoded: a conversation, a text, tokens, or a solution in steps."""
+"""Defines what a source row says, to be rendered or encoded: a conversation, a text, tokens, or a solution in steps."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ class Format:
         return self._conversation(row, whole, start, changes, answer_only)
 
     def _parting(self, said: list[Message], other: list[Message]) -> int:
-        """Where the two conversations of a pair part, which is where its prompt ends.
+        """Returns where the two conversations of a pair part, which is where its prompt ends.
 
         Raises:
             RowFault: the assistant does not say both of what differs there.

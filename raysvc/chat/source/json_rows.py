@@ -103,7 +103,7 @@ def _finite(text: str) -> float:
 
 
 def has_long_numbers(text: bytes | memoryview) -> bool:
-    """Whether digits stand together that may be an integer beyond 64 bits."""
+    """Returns whether digits stand together that may be an integer beyond 64 bits."""
     data = np.frombuffer(text, np.uint8)
     digit = data[::_STEP] - np.uint8(48) < 10
     at = _STEP * np.flatnonzero(
@@ -135,7 +135,7 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
 
 
 def _without_line(broken: Exception) -> str:
-    """What is wrong with a line; each is parsed alone, so a parser calls it line 1 wherever it stands."""
+    """Returns what is wrong with a line; each is parsed alone, so a parser calls it line 1 wherever it stands."""
     return _LINE.sub(r" at character \1", str(broken))
 
 
@@ -171,7 +171,7 @@ def json_blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
 
 
 def holds_null(value: Any) -> bool:
-    """Whether an object in a value has a null that is no default of a schema."""
+    """Returns whether an object in a value has a null that is no default of a schema."""
     left = [value]
     while left:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""What a message of the assistant says about its own loss, in the spellings of those who write such rows.
+"""Defines what a message of the assistant says about its own loss, in the spellings of those who write such rows.
 
 Always true:
 - a spelling in the table has one meaning, the one that its owner gives it;
@@ -52,7 +52,7 @@ _READ = frozenset((*SPELLINGS, *WITHIN, "role", "content", "name", "prefix", "pa
 
 
 def says_trained(message: Mapping[str, Any]) -> bool | None:
-    """Whether a message says that it is trained, None when it says nothing.
+    """Returns whether a message says that it is trained, None when it says nothing.
 
     Raises:
         RowFault: it says something else than yes or no, both of them, or it trains a part of itself.
@@ -112,7 +112,7 @@ def _given(message: Mapping[str, Any]) -> list[tuple[str, KeySpelling]]:
 
 
 def _is_measured(name: str, value: Any) -> bool:
-    """Whether it is a loss that somebody measured."""
+    """Returns whether it is a loss that somebody measured."""
     return name == "loss" and isinstance(value, int | float) and value not in (0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Where a row has media: content parts, columns, and placeholders in its texts.
+"""Finds where a row has media: content parts, columns, and placeholders in its texts.
 
 | in the row | medium |
 |---|---|

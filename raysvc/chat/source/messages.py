@@ -279,7 +279,7 @@ def text_or_messages(value: Any, column: str, role_key: str | None = None) -> An
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is made of JSON types only."""
+    """Returns whether a value is made of JSON types only."""
     kind = type(value)
     if kind in _PLAIN or value is None:
         return True
@@ -310,7 +310,7 @@ def unknown_roles(messages: Iterable[Message]) -> list[str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message about it."""
+    """Returns what a value is, for a message about it."""
     if isinstance(value, list):
         return "an empty list" if not value else f"a list of {type(value[0]).__name__}"
     return "missing" if value is None else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""What a chat template can take, found by rendering, and messages made to fit.
+"""Finds what a chat template can take, by rendering, and makes messages fit.
 
 Always true:
 - a template that shows the text of content parts gets parts, any other gets their texts joined;
@@ -55,7 +55,7 @@ class AsksTemplate(Protocol):
 
 @dataclass(frozen=True)
 class TemplateFit:
-    """What one template takes.
+    """Says what one template takes.
 
     Attributes:
         parts: contents that are lists of text parts.
@@ -131,7 +131,7 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def _as_object(value: Any) -> Any:
-    """Of JSON text, its object; of nothing, an empty one."""
+    """Returns the object of a JSON text; an empty one of nothing."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, dict):
@@ -149,7 +149,7 @@ def _as_object(value: Any) -> Any:
 
 
 def hides_role(render: AsksTemplate, role: str) -> bool:
-    """Whether a template takes messages of a role, and shows none of them."""
+    """Returns whether a template takes messages of a role, and shows none of them."""
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     call = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
     probe = {"role": role, "name": "f", "tool_call_id": "a12345678", "content": PROBE}
@@ -165,7 +165,7 @@ def hides_role(render: AsksTemplate, role: str) -> bool:
 
 
 def _takes_parts(render: AsksTemplate) -> bool:
-    """Whether a template shows the text of content parts wherever it shows texts, and neither their Python form nor their JSON."""
+    """Returns whether a template shows the text of content parts wherever it shows texts, and neither their Python form nor their JSON."""
     in_parts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
     in_text = [_try(render, [_in_text(role) for role in roles]) for roles in _SPEAKERS]
     shown = [text.count(PROBE) for text in in_parts]
@@ -196,7 +196,7 @@ def _wants_text(render: AsksTemplate) -> bool:
 
 
 def _wants_bare_tools(render: AsksTemplate) -> bool:
-    """Whether a template shows all of a bare declaration, and not all of a wrapped one."""
+    """Returns whether a template shows all of a bare declaration, and not all of a wrapped one."""
 
     def is_shown(tool: dict[str, Any]) -> bool:
         texts = (_try(render, [_in_text(role) for role in roles], [tool]) for roles in _SPEAKERS)

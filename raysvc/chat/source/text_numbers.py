@@ -31,12 +31,12 @@ TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def is_one_number(column: CarriedColumn) -> bool:
-    """Whether a row has one number of it."""
+    """Returns whether a row has one number of it."""
     return column.per == "row" and not column.shape
 
 
 def value_of_text(name: str, column: CarriedColumn, text: str) -> Any:
-    """What a text says: a number, nested lists, or a flat array in the column's type.
+    """Returns what a text says: a number, nested lists, or a flat array in the column's type.
 
     Raises:
         RowFault: it is no such text.

@@ -119,7 +119,7 @@ def _declared(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_declared(tool: dict[str, Any]) -> bool:
-    """Whether it says what it is: a function, or a tool of another type."""
+    """Returns whether it says what it is: a function, or a tool of another type."""
     return isinstance(tool.get("function"), dict) or any(
         isinstance(tool.get(key), str) for key in ("type", "name")
     )

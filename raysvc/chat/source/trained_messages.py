@@ -57,7 +57,7 @@ def _refuse_unknown_roles(messages: list[Message]) -> None:
 
 
 def _weight(message: Message) -> bool:
-    """What the message says; one of the assistant that says nothing is trained."""
+    """Returns what the message says; one of the assistant that says nothing is trained."""
     assistant, trained = message["role"] == "assistant", says_trained(message)
     if trained and not assistant:
         raise RowFault(

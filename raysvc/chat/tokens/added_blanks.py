@@ -34,7 +34,7 @@ class Rule(Enum):
 
 
 def rule_of(backend: Any) -> Rule:
-    """What the files of a tokenizer say about blanks; NONE where that is more than we know of."""
+    """Returns what the files of a tokenizer say about blanks; NONE where that is more than we know of."""
     if any(
         part["type"] == "Prepend" and part["prepend"] == "\u2581" for part in parts_of(backend.normalizer)
     ):

@@ -103,7 +103,7 @@ class TokenTable:
         return near[self.is_control[ids[near]]]
 
     def control_fault(self, ids: Ints32, kind: int) -> str:
-        """What is wrong with the control tokens of one span, or nothing."""
+        """Returns what is wrong with the control tokens of one span, or nothing."""
         if kind == FREE:
             return ""
         held, closed = self.is_control[ids], kind == CLOSED_TURN

@@ -40,7 +40,7 @@ def unknown_id(backend: Any) -> int | None:
 
 
 def drops_blanks(backend: Any) -> bool:
-    """Whether no token of text holds a blank."""
+    """Returns whether no token of text holds a blank."""
     return set(_BLANKS) <= _dropped(backend)
 
 

@@ -53,7 +53,7 @@ class Encoder(Protocol):
 
 
 class TokenizerFiles(Protocol):
-    """What encoders are made from: a loaded tokenizer, or one like it."""
+    """Declares what encoders are made from: a loaded tokenizer, or one like it."""
 
     @property
     def hf(self) -> Any:

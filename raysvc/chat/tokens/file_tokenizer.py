@@ -68,7 +68,7 @@ QWEN2_SPLIT = (
 
 
 class FileTokenizer:
-    """What raysvc uses of a `transformers` tokenizer, by the same names.
+    """Holds what raysvc uses of a `transformers` tokenizer, by the same names.
 
     Attributes:
         backend_tokenizer: of `tokenizers`.
@@ -259,7 +259,7 @@ def _with_post_processor(backend: Tokenizer) -> bool:
 def _nothing_to_add(
     backend: Tokenizer, config: dict[str, Any], special: list[str | None], *, plain: bool
 ) -> bool:
-    """Whether the file has every added and special token, flag by flag."""
+    """Returns whether the file has every added and special token, flag by flag."""
     there = backend.get_added_tokens_decoder()
     by_text = {token.content: token for token in there.values()}
     if not all(text in by_text and by_text[text].special for text in special):

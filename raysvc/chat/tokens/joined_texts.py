@@ -41,7 +41,7 @@ def ids_and_offsets(array: Any) -> IdsAndOffsets:
 
 
 def gains(content: bytes) -> bool:
-    """Whether gigatoken takes a `tokenizer.json` for a sentencepiece-like one, and it is small enough."""
+    """Returns whether gigatoken takes a `tokenizer.json` for a sentencepiece-like one, and it is small enough."""
     return len(content) <= MOST_CONTENT and _BYTE_FALLBACK.search(content) is not None
 
 

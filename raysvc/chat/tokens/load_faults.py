@@ -35,7 +35,7 @@ _READ = "read it, and set tokenizer.trust_remote_code to true to run it; or give
 
 
 def load_fault(config: TokenizerConfig, error: Exception) -> TokenizerError:
-    """What `AutoTokenizer` raised, as a mistake with its remedy."""
+    """Returns what `AutoTokenizer` raised, as a mistake with its remedy."""
     broken = _broken_file(Path(config.name))
     if broken is not None:
         return TokenizerError(WHERE, *broken)

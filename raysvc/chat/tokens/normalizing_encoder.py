@@ -151,7 +151,7 @@ def _few_lower(tokens: list[bytes]) -> list[bytes] | None:
 
 
 def makes_any(tokens: list[bytes], text: bytes, lowered: bytes) -> bool:
-    """Whether some token stands in a lowered text that was not there: a capital was where it has a letter."""
+    """Returns whether some token stands in a lowered text that was not there: a capital was where it has a letter."""
     made = np.frombuffer(lowered, np.uint8)
     changed = np.flatnonzero(made != np.frombuffer(text, np.uint8))
     letters = made[changed]

@@ -47,7 +47,7 @@ PROBES = (
 
 
 class Encoders(NamedTuple):
-    """What encodes the texts of one tokenizer.
+    """Holds what encodes the texts of one tokenizer.
 
     Attributes:
         reference: what is right.

@@ -30,7 +30,7 @@ def shown_cuts(backend: Any) -> ShownCuts | None:
 
 
 class ShownCuts:
-    """What encoders are made from, as of a loaded tokenizer.
+    """Holds what encoders are made from, as of a loaded tokenizer.
 
     Args:
         backend: of the tokenizer.

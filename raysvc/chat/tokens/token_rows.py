@@ -130,7 +130,7 @@ class RowEncoder:
             rows.mask[first + place[0] : first + place[1]] = 1  # type: ignore[operator]
 
     def _odd_fault(self, ids: list[int], place: tuple[int, int], text: str, batch: Batch, index: int) -> str:
-        """What is wrong with one span of such a row, or nothing: its tokens have to decode to its normalized text."""
+        """Returns what is wrong with one span of such a row, or nothing: its tokens have to decode to its normalized text."""
         span = ids[place[0] : place[1]]
         said, normal = self._reference.decode(span), self._table.normal_text.of(text)
         if self._table.drops_blanks:

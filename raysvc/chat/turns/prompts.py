@@ -23,7 +23,7 @@ class Prompts:
         self._known: dict[tuple[str, bool, bool], str | None] = {}
 
     def before(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
-        """What is added before a message, asked once for each kind of message before it unless words decide on it.
+        """Returns what is added before a message, asked once for each kind of message before it unless words decide on it.
 
         Where that cannot be told, what is added behind a user's message; None: that neither.
 

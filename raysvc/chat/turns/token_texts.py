@@ -52,7 +52,7 @@ def control_texts(template: ChatTemplate, added: Iterable[Any], named: Iterable[
 
 
 def _literals(text: str) -> Iterator[str]:
-    """What stands in a template as text, and what it may write of its strings."""
+    """Returns what stands in a template as text, and what it may write of its strings."""
     tree = chat_environment(None).parse(text)
     yield from (node.data for node in tree.find_all(nodes.TemplateData))
     yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
@@ -97,7 +97,7 @@ class TokenTexts:
         self._tags = re.compile(rf"(?:(?:{any_added}|{_TAG})\s*)+")
 
     def closes(self, text: str, end: int, start: int = 0) -> bool:
-        """Whether [start, end) of a text ends with a token."""
+        """Returns whether [start, end) of a text ends with a token."""
         if not text.endswith(self._any, start, end):
             return False
         if self.are_apart:
@@ -193,7 +193,7 @@ def behind_blanks(text: str, at: int) -> int:
 
 
 def _are_apart(texts: tuple[str, ...]) -> bool:
-    """Whether no two of some texts can have a character in common where they stand in another, and none begins or ends with a blank."""
+    """Returns whether no two of some texts can have a character in common where they stand in another, and none begins or ends with a blank."""
     if len(texts) > MANY or any(text != text.strip() for text in texts):
         return False
     ends = {text[-size:] for text in texts for size in range(1, len(text))}

@@ -1,4 +1,4 @@
-"""Where the model begins to write in a block: rule 2 of `turn_spans`."""
+"""Finds where the model begins to write in a block: rule 2 of `turn_spans`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TurnBegin:
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
 
     def _goes_on(self, prompt: str | None, text: str, begin: int, example: ChatExample, place: int) -> bool:
-        """Whether there is no header because the turn of before goes on."""
+        """Returns whether there is no header because the turn of before goes on."""
         signs = self._signs
         if prompt is not None and signs.has_prompt and not signs.opens(prompt):
             return True

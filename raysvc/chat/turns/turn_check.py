@@ -1,4 +1,4 @@
-"""Whether the trained text of a turn says what its message says, and nothing else.
+"""Checks whether the trained text of a turn says what its message says, and nothing else.
 
 Always true, of a turn that was verified:
 - all of the content is in it, after the template's own trimming and cutting of `<tag>` parts;
@@ -91,7 +91,7 @@ def verify_turn(
 
 
 def is_empty(message: Message) -> bool:
-    """Whether a message says nothing: its end of turn alone teaches only to be silent."""
+    """Returns whether a message says nothing: its end of turn alone teaches only to be silent."""
     content = message.get("content")
     if type(content) is str and content and not content.isspace():
         return False
@@ -109,7 +109,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 def reasoning_of(message: Message) -> str:
-    """What a message thinks before it speaks: a field of its own, or `<think>` in its content; empty without."""
+    """Returns what a message thinks before it speaks: a field of its own, or `<think>` in its content; empty without."""
     for name in () if _REASONING.isdisjoint(message) else _REASONING_ORDER:
         if isinstance(message.get(name), str) and message[name].strip():
             return str(message[name]).strip()
@@ -134,7 +134,7 @@ def thoughts_of(messages: Iterable[Message]) -> list[str]:
 
 
 def _said_by(message: Message, control: str, written: str | None) -> bool:
-    """Whether a text of a message holds a control token; `written` is the JSON of its calls, None when there is none."""
+    """Returns whether a text of a message holds a control token; `written` is the JSON of its calls, None when there is none."""
     if any(control in text for text in texts_of(message)) or control in reasoning_of(message):
         return True
     if written is not None and control not in written and not _ESCAPED_IN_JSON.search(control):
@@ -151,7 +151,7 @@ def _written(value: Any) -> str | None:
 
 
 def _only_thinks(text: str) -> bool:
-    """Whether a text is one thought, whose beginning a generation prompt may have written."""
+    """Returns whether a text is one thought, whose beginning a generation prompt may have written."""
     thought = text.strip().removeprefix("<think>").removesuffix("</think>")
     return text.rstrip().endswith("</think>") and "think>" not in thought
 
@@ -167,7 +167,7 @@ def _says(stretch: str, text: str, tags: tuple[str, ...]) -> bool:
 
 
 def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
-    """What of a call does not parse back, empty when all of it does."""
+    """Returns what of a call does not parse back, empty when all of it does."""
     name, arguments = str(call["function"].get("name") or ""), call["function"].get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
@@ -185,7 +185,7 @@ def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
 
 
 def left_out(block: str, call: dict[str, Any]) -> str:
-    """What a template leaves out of a call whose name is nowhere in the block, which may show its arguments with an id; else empty."""
+    """Returns what a template leaves out of a call whose name is nowhere in the block, which may show its arguments with an id; else empty."""
     name, arguments = str(call["function"].get("name") or ""), call["function"].get("arguments")
     if name in block:
         return ""
@@ -203,7 +203,7 @@ def _parsed(text: str) -> Any:
 
 
 def _holds(text: str, value: Any) -> bool:
-    """Whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them.
+    """Returns whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them.
 
     A template may leave out keys whose value is null.
     """

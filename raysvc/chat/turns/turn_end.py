@@ -1,4 +1,4 @@
-"""Where the model has written the last token of a turn: rules 3 to 5 of `turn_spans`."""
+"""Finds where the model has written the last token of a turn: rules 3 to 5 of `turn_spans`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TurnEnd:
         return self._tokens.first_end(text, start, end, self._signs.heads)
 
     def is_endless(self, text: str, end: int, example: ChatExample, place: int) -> bool:
-        """Whether a turn that ends there has no end: no token, no text behind every turn, and it does not go on."""
+        """Returns whether a turn that ends there has no end: no token, no text behind every turn, and it does not go on."""
         if self._tokens.closes(text, end) or follows_itself(example, place + 1):
             return False
         ends = [frame.eot.strip() for frame in self._signs.frames]
@@ -73,7 +73,7 @@ class TurnEnd:
         return self._tokens.last_end(text, run, block_end)
 
     def _ends_as_usual(self, text: str, part: tuple[int, int], frame: Frame) -> bool:
-        """Whether a block ends with what a plain turn ends with, a token and blanks, and no sequence begins in it."""
+        """Returns whether a block ends with what a plain turn ends with, a token and blanks, and no sequence begins in it."""
         (start, stop), tokens = part, self._tokens
         if not frame.closed or frame.trailer.strip() or not tokens.are_apart:
             return False
@@ -93,7 +93,7 @@ class TurnEnd:
         return end if token.group() == self._tokens.begin else token.end()
 
     def _ends_behind(self, text: str, block_end: int) -> bool:
-        """Whether the next block begins with a token that neither opens a turn nor stands inside of one."""
+        """Returns whether the next block begins with a token that neither opens a turn nor stands inside of one."""
         token = self._tokens.one.match(text, behind_blanks(text, block_end))
         return token is not None and token.group() not in self._signs.opening | self._signs.inner
 

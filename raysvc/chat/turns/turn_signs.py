@@ -1,4 +1,4 @@
-"""What a template writes around an assistant's turns: seen once, in renders of a few words.
+"""Learns what a template writes around an assistant's turns, once, from renders of a few words.
 
 1. Of a conversation with two answers, the block of each is cut at its words: what stands before is the head, what stands behind
    up to its last control token the end of turn, and the rest the trailer. The last answer has a frame of its own.
@@ -28,7 +28,7 @@ _TAG = re.compile(r"<[\w:.-]{1,40}>")
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around an assistant's plain text: before it, its end of turn, and after that.
+    """Holds what a template writes around an assistant's plain text: before it, its end of turn, and after that.
 
     `closed`: the end of turn ends with a control token.
     """
@@ -83,12 +83,12 @@ class TurnSigns:
 
     @property
     def heads(self) -> list[str]:
-        """What stands before an answer, where something does."""
+        """Returns what stands before an answer, where something does."""
         return [frame.head for frame in self.frames if frame.head]
 
     @property
     def writes_end(self) -> bool:
-        """Whether plain turns have an end."""
+        """Returns whether plain turns have an end."""
         return any(frame.eot for frame in self.frames)
 
     def frame_of(self, example: ChatExample, place: int) -> Frame | None:
@@ -96,12 +96,12 @@ class TurnSigns:
         return self.last if place == len(example.messages) - 1 else self.middle
 
     def opens(self, prompt: str) -> bool:
-        """Whether a generation prompt opens a turn, and does not go on with one that is open, as after a tool's result."""
+        """Returns whether a generation prompt opens a turn, and does not go on with one that is open, as after a tool's result."""
         tokens = (token.group() for token in self.tokens.one.finditer(prompt))
         return any(token in self.opening for token in tokens) if self.opening else bool(prompt)
 
     def is_open(self, text: str, begin: int) -> bool:
-        """Whether what stands before a block opens the turn: a template may write the header with the message before."""
+        """Returns whether what stands before a block opens the turn: a template may write the header with the message before."""
         end = self._at_end.search(text[max(0, begin - 120) : begin])
         found = self.tokens.one.finditer(end.group()) if end else ()
         return any(token.group() in self.opening for token in found)
@@ -118,7 +118,7 @@ class TurnSigns:
     def _frame_at(
         self, messages: list[Message], place: int, content: str, tools: list[Any] | None
     ) -> Frame | None:
-        """What stands around a message of a conversation, None when the template refuses it or shows another text."""
+        """Returns what stands around a message of a conversation, None when the template refuses it or shows another text."""
         try:
             render = self.template.render(messages, tools)
         except RowFault:
@@ -148,14 +148,14 @@ class TurnSigns:
             return "", ""
 
     def _openings(self, heads: list[str], bare: str) -> frozenset[str]:
-        """What ends the turn before may stand before the opening."""
+        """Returns what ends the turn before may stand before the opening."""
         first = next((token for token in self.tokens.one.findall(bare) if token != self.tokens.begin), "")
         found = [self.tokens.one.findall(head) for head in heads]
         return frozenset(first if first in tokens else tokens[0] for tokens in found if tokens)
 
 
 def follows_itself(example: ChatExample, place: int) -> bool:
-    """Whether a message and the one before it are the assistant's."""
+    """Returns whether a message and the one before it are the assistant's."""
     pair = example.messages[max(0, place - 1) : place + 1]
     return [message["role"] for message in pair] == ["assistant", "assistant"]
 

@@ -1,4 +1,4 @@
-"""What a turn of the model is in a render: the characters under loss of every trained message.
+"""Finds what a turn of the model is in a render: the characters under loss of every trained message.
 
 A turn is everything that the model emits until control returns. The rule:
 
@@ -193,7 +193,7 @@ class TurnFinder:
         return TurnSpan(block.start, stop, True)
 
     def _is_around(self, text: str, block: _Block, start: int) -> bool:
-        """Whether from `start` on a block is a content without control tokens, its end of turn and the trailer."""
+        """Returns whether from `start` on a block is a content without control tokens, its end of turn and the trailer."""
         end, content, frame = block.end, block.content, block.frame
         said = end - len(frame.eot) - len(frame.trailer)
         return (

@@ -1,4 +1,4 @@
-"""What in the blocks of a message is its own: rule 6 of `turn_spans`, and the look for text of others."""
+"""Finds what in the blocks of a message is its own: rule 6 of `turn_spans`, and the look for text of others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = 12  # characters that no two messages say by chance
 
 
 class SaidTexts:
-    """What the messages of one row say, looked for in the trained text of others.
+    """Holds what the messages of one row say, looked for in the trained text of others.
 
     Args:
         render: of the row.
@@ -34,7 +34,7 @@ class SaidTexts:
         self._unowned = [place for place in range(len(example.messages)) if place not in owners]
 
     def foreign(self, stretch: str, place: int) -> str:
-        """What another message says and the trained text of this one holds, unless this one says it too; empty without."""
+        """Returns what another message says and the trained text of this one holds, unless this one says it too; empty without."""
         own = ""
         for other, words, is_long in self._words:
             if not is_long or other == place or abs(other - place) > NEAR or words not in stretch:
@@ -45,13 +45,13 @@ class SaidTexts:
         return ""
 
     def meets_others(self, stretch: str, place: int) -> bool:
-        """Whether what another message says has to be looked for."""
+        """Returns whether what another message says has to be looked for."""
         if self._unowned or self._answers(place):
             return True
         return any(words in stretch for other, words, is_long in self._words if is_long and other != place)
 
     def _answers(self, place: int) -> bool:
-        """Whether the result of a call follows."""
+        """Returns whether the result of a call follows."""
         after = self.example.messages[place + 1 : place + 2]
         return bool(after) and after[0].get("role") == "tool"
 

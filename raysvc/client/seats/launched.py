@@ -1,4 +1,4 @@
-"""What a launch says of its processes: torchrun, accelerate, Ray Train and Megatron.
+"""Reads what a launch says of its processes: torchrun, accelerate, Ray Train and Megatron.
 
 Always true:
 - nothing is imported: what a library knows is asked only where the process loaded it and began with it.
@@ -19,7 +19,7 @@ ACCELERATE = "PARALLELISM_CONFIG_{}_SIZE"  # as accelerate's `ParallelismConfig`
 
 
 def launched_group() -> str:
-    """What the ranks of one launch have in common, from the environment that torchrun or Ray Train made."""
+    """Returns what the ranks of one launch have in common, from the environment that torchrun or Ray Train made."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         return f"ranks of {env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"

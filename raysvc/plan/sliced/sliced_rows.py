@@ -43,7 +43,7 @@ NO_LENGTHS = np.zeros(0, np.int64)
 
 
 class SlicedEntry(Protocol):
-    """What is asked of an entry."""
+    """Declares what is asked of an entry."""
 
     @property
     def key(self) -> str:
@@ -55,11 +55,11 @@ class SlicedEntry(Protocol):
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """What decided the rows."""
+        """Returns what decided the rows."""
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the builder told."""
+        """Returns what the builder told."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -335,7 +335,7 @@ class SlicedRows:
 
     @property
     def have_media(self) -> bool:
-        """Whether rows of one source may have media."""
+        """Returns whether rows of one source may have media."""
         return any(has_media(entry) for entry in self._entries)
 
     def patches_of(self, ids: Int64s) -> Int64s | None:
@@ -360,7 +360,7 @@ class SlicedRows:
 
 
 def has_media(entry: SlicedEntry) -> bool:
-    """Whether rows of an entry may have media; also of one that nobody has begun to build."""
+    """Returns whether rows of an entry may have media; also of one that nobody has begun to build."""
     return COLUMN in entry.recipe
 
 

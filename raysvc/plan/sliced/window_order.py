@@ -30,7 +30,7 @@ EPOCHS_KEPT = 2
 
 
 def is_windowed(shuffle: str) -> bool:
-    """Whether a checked `plan.shuffle` is `window` or `window(W)`."""
+    """Returns whether a checked `plan.shuffle` is `window` or `window(W)`."""
     return shuffle.startswith("window")
 
 
