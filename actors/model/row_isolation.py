@@ -95,7 +95,7 @@ def rows_are_isolated(
         inputs_of: what your trainer calls the model with, of the arrays of a micro-batch; None: ids, positions, and the mask of
             padded lines.
     """
-    proving = _Proving.of(logits_of(model), model, layout)
+    proving = _IsolationTrial.of(logits_of(model), model, layout)
     return not proving.failure(inputs_of or ModelInputs(layout, POSITIONS, config_of(model)))
 
 
@@ -106,7 +106,7 @@ def prove(outputs_of: Outputs, lm: torch.nn.Module, layout: str) -> Proof:
         outputs_of: runs the model as it will be run.
         lm: the model.
     """
-    proving = _Proving.of(outputs_of, lm, layout)
+    proving = _IsolationTrial.of(outputs_of, lm, layout)
     failures: dict[str, str] = {}
     raised: dict[str, str] = {}
     for name in INPUT_SETS:
@@ -135,7 +135,7 @@ def mixes_rows(model: str, layout: str, proof: Proof, where: str = "plan.layout"
 
 
 @dataclass(frozen=True)
-class _Proving:
+class _IsolationTrial:
     """A row, alone and in two micro-batches of a layout.
 
     Attributes:
@@ -155,7 +155,7 @@ class _Proving:
     micro_batches: Sequence[Micro]
 
     @staticmethod
-    def of(outputs_of: Outputs, lm: Any, layout: str) -> _Proving:
+    def of(outputs_of: Outputs, lm: Any, layout: str) -> _IsolationTrial:
         device, count = next(lm.parameters()).device, _ids_of(lm)
         ids = [_ids(part, count, device) for part in range(6)]
         row, whole = ids[0][:OURS], torch.cat([ids[1][:BEFORE], ids[0][:OURS], ids[2][:OTHER]])
@@ -168,7 +168,7 @@ class _Proving:
         leak, rounding = TOLERANCE * moved + one_step, max(TOLERANCE, ROUNDINGS * step) * moved + 2 * one_step
         make = {"packed": _packed, "padded_left": _padded_left}.get(layout, _padded_right)
         micro_batches = [make(row, ids[1], ids[2], ids[3]), make(row, ids[4], ids[5], ids[1])]
-        return _Proving(outputs_of, lm, alone_NV, leak, rounding, micro_batches)
+        return _IsolationTrial(outputs_of, lm, alone_NV, leak, rounding, micro_batches)
 
     def failure(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> str:
         """Says how the row moves; empty if it does not."""

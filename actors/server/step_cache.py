@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Kept(Generic[T]):
+class _CachedStep(Generic[T]):
     readers: int | None
     pinned: bool
     future: Future[T] = field(default_factory=Future)
@@ -41,7 +41,9 @@ class SharedSteps(Generic[T]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept[T]] = OrderedDict()  # guarded by _lock; oldest use first
+        self._kept: OrderedDict[Hashable, _CachedStep[T]] = (
+            OrderedDict()
+        )  # guarded by _lock; oldest use first
         self._fell_out = 0  # guarded by _lock; before all readers had taken it
         self.made = 0  # guarded by _lock; how often `make` was called
 
@@ -65,7 +67,7 @@ class SharedSteps(Generic[T]):
             kept = self._kept.get(key)
             mine = kept is None
             if kept is None:
-                kept = self._kept[key] = _Kept(readers, pinned)
+                kept = self._kept[key] = _CachedStep(readers, pinned)
                 self.made += 1
             self._kept.move_to_end(key)
         if mine:
@@ -89,7 +91,9 @@ class SharedSteps(Generic[T]):
         with self._lock:
             return sum(kept.nbytes for kept in self._kept.values())
 
-    def _fill(self, key: Hashable, kept: _Kept[T], make: Callable[[], T], size: Callable[[T], int]) -> None:
+    def _fill(
+        self, key: Hashable, kept: _CachedStep[T], make: Callable[[], T], size: Callable[[T], int]
+    ) -> None:
         try:
             value = make()
         except BaseException as error:  # noqa: BLE001 - handed to everybody who waits

@@ -116,7 +116,7 @@ class Slot:
         return int(self.host.numel())
 
 
-class AllInUse(NamedTuple):
+class NoFreeSlot(NamedTuple):
     """Tells a caller that no slot is free now."""
 
     in_use: int
@@ -224,7 +224,7 @@ class Slots:
         """A slot for `nbytes`; waits until there is one, and says so."""
         begin = time.perf_counter()
         with self._changed:
-            while isinstance(found := self.take_nowait(nbytes), AllInUse):
+            while isinstance(found := self.take_nowait(nbytes), NoFreeSlot):
                 if self._cannot_wait():
                     self._count(beside=1)
                     return self._made(nbytes, beside=True)
@@ -235,7 +235,7 @@ class Slots:
             self._count(blocked_s=time.perf_counter() - begin)
             return found
 
-    def take_nowait(self, nbytes: int) -> Slot | AllInUse:
+    def take_nowait(self, nbytes: int) -> Slot | NoFreeSlot:
         """Takes a slot for `nbytes` as the module says, if one is free now; the caller holds `changed`.
 
         Raises:
@@ -253,7 +253,7 @@ class Slots:
                 self._in_use.append(old)
                 return old
             if not self._make_room(size):
-                return AllInUse(len(self._in_use), self._ring_bytes())  # 5
+                return NoFreeSlot(len(self._in_use), self._ring_bytes())  # 5
         slot = self._made(size if limit is not None else self._largest)
         self._in_use.append(slot)
         self._count(allocations=1)

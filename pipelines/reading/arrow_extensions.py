@@ -9,7 +9,7 @@
 | `Array2D` to `Array5D` of `datasets` | lists in lists, as stored |
 | tensors of Ray Data | lists in lists |
 | pickled objects of Ray Data | refused before a value of it is read |
-| any other | `Unreadable`: a row that uses it is quarantined, and the reason names the type |
+| any other | `UnreadableValue`: a row that uses it is quarantined, and the reason names the type |
 
 Always true:
 - a type is told by its name, whether or not this process has registered it: one that is not registered comes as its
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raysvc.chat.source.json_rows import Unreadable, load_json
+from raysvc.chat.source.json_rows import UnreadableValue, load_json
 
 Convert = Callable[[Any], Any]
 _NAME = b"ARROW:extension:name"
@@ -54,7 +54,7 @@ def reader_of(name: str, kind: pa.DataType) -> Convert | None:
 
 
 def _refused(name: str, kind: pa.DataType) -> Convert:
-    refused = Unreadable(
+    refused = UnreadableValue(
         f"it is of Arrow's extension type {name!r}, which says more than its {_stored(kind)}"
     )
     return lambda _: refused
@@ -73,7 +73,7 @@ def _json(name: str, kind: pa.DataType) -> Convert:
         try:
             return load_json(text.encode(), allow_nan=True)
         except (ValueError, RecursionError) as broken:
-            return Unreadable(f"its JSON is broken: {broken}")
+            return UnreadableValue(f"its JSON is broken: {broken}")
 
     return convert
 

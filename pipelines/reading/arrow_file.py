@@ -37,7 +37,7 @@ def opened(stream: io.BufferedReader[Any]) -> Iterator[tuple[pa.RecordBatchStrea
     is_file = stream.peek(len(MAGIC))[: len(MAGIC)] == MAGIC
     stream.read(len(MAGIC) if is_file else 0)
     bare = is_file and int.from_bytes(stream.peek(4)[:4], "little") < _LEAST_SCHEMA_BYTES
-    source = _Behind(_with_length(stream), stream) if bare else stream
+    source = _PrefixedStream(_with_length(stream), stream) if bare else stream
     try:
         with pa.ipc.open_stream(pa.PythonFile(source, mode="r")) as reader:
             yield reader, is_file
@@ -63,7 +63,7 @@ def _with_length(stream: io.BufferedReader[Any]) -> bytes:
     return _MARK + len(schema).to_bytes(4, "little") + schema + word
 
 
-class _Behind(io.RawIOBase):
+class _PrefixedStream(io.RawIOBase):
     """Bytes, and then a stream."""
 
     def __init__(self, head: bytes, stream: io.BufferedReader[Any]) -> None:

@@ -9,7 +9,7 @@
 | text, integer, boolean, list | the same |
 | extension type | what its name says (`arrow_extensions`) |
 | NaN, infinite, bytes, duration | the same; a row that uses it is quarantined (`odd`) |
-| what Python has no value for: a year beyond 9999, an unknown time zone, text that is not UTF-8 | `Unreadable`, which is odd |
+| what Python has no value for: a year beyond 9999, an unknown time zone, text that is not UTF-8 | `UnreadableValue`, which is odd |
 
 Always true:
 - a null inside a list stays, and so does one inside a JSON text;
@@ -27,7 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.types as types
 
-from raysvc.chat.source.json_rows import SourceRow, Unreadable
+from raysvc.chat.source.json_rows import SourceRow, UnreadableValue
 from raysvc.errors import SourceError
 from raysvc.pipelines.reading.arrow_extensions import Convert, extension_name, holds_pickles, reader_of
 
@@ -40,7 +40,7 @@ LISTS = (
 )
 
 
-NO_VALUE = Unreadable("Python has no value for it")
+NO_VALUE = UnreadableValue("Python has no value for it")
 
 
 def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:

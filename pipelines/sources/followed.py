@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _New:
+class _NewPieces:
     """Holds what a look found of one file: its new pieces, and what of it is counted then."""
 
     path: str
@@ -175,7 +175,7 @@ class FollowedSource:
             self._by_lines.update({CountedLines.from_json(one): path for path, one in lines.items()})
             self._taken += 1
 
-    def _new(self) -> Iterator[_New]:
+    def _new(self) -> Iterator[_NewPieces]:
         """Returns what is new and complete, up to the size of a listing."""
         num_bytes, num_files, whole = 0, 0, list[SourceFile]()
         for file in self._changed_files():
@@ -227,7 +227,7 @@ class FollowedSource:
         self._seen[path] = stamp, since_s if seen == stamp else now_s
         return seen == stamp and now_s - since_s > RACY_S
 
-    def _lines_of(self, file: SourceFile, most_bytes: int) -> _New:
+    def _lines_of(self, file: SourceFile, most_bytes: int) -> _NewPieces:
         counted = CountedLines.from_json(self._counted.get(file.path, CountedLines().to_json()))
         size = self._slice_bytes or share_of(file.num_bytes - counted.end)
         now, pieces = appended(file.path, counted, size, most_bytes)
@@ -240,9 +240,9 @@ class FollowedSource:
         if not counted.end and now.end and (known := self._by_lines.get(now)) is not None:
             what = "%s has the lines of %s, which are counted already, and is trained too: was it renamed, copied or linked?"
             log.warning(what, file.path, known)
-        return _New(file.path, pieces, now.to_json())
+        return _NewPieces(file.path, pieces, now.to_json())
 
-    def _whole(self, files: list[SourceFile]) -> Iterator[_New]:
+    def _whole(self, files: list[SourceFile]) -> Iterator[_NewPieces]:
         """Files that are counted as a whole; one that was written over while it was read is left for the next look."""
         stamps = [stamp_of(file) for file in files]
         size = self._slice_bytes or share_of(sum(file.num_bytes for file in files))
@@ -252,7 +252,7 @@ class FollowedSource:
             if file.tag is not None and (file.path not in now or now[file.path].tag != file.tag):
                 continue
             if pieces := scan.pieces(file.path):
-                yield _New(file.path, pieces, {"stamp": stamp})
+                yield _NewPieces(file.path, pieces, {"stamp": stamp})
             else:
                 self._empty[file.path] = stamp
 

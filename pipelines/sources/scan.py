@@ -67,7 +67,7 @@ class FileScan:
                 yield Piece(path, self.kind, start, end, count, share, span, head=head, skip=skip)
 
 
-class _Watched(io.RawIOBase):
+class _DigestingStream(io.RawIOBase):
     """A stream that takes the digests of what is read from it; the SHA-256 in a thread, while the next blocks are read."""
 
     def __init__(self, stream: ContentStream, block_bytes: int) -> None:
@@ -126,7 +126,7 @@ def scan_file(
     with ContentStream(path, storage_options) as stream, reading(path):
         if tag is not None and store_tag(path, stream.details) not in (None, tag):
             raise changed(path)
-        watched = _Watched(stream, block_bytes)
+        watched = _DigestingStream(stream, block_bytes)
         if kind in CSV_KINDS:
             places = csv_places(path, watched, kind, slice_bytes)
         elif kind == "arrow":
@@ -146,7 +146,7 @@ def scan_file(
     return replace(found, head=head)
 
 
-def _line_cuts(path: str, watched: _Watched, kind: Kind, slice_bytes: int) -> tuple[Kind, list[Cut]]:
+def _line_cuts(path: str, watched: _DigestingStream, kind: Kind, slice_bytes: int) -> tuple[Kind, list[Cut]]:
     """Read to the end; the kind, as the first bytes say, and the cuts of a file of lines."""
     cutter = LineCutter(slice_bytes)
     wanted = PEEK_BYTES  # most of many files are small

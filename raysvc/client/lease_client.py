@@ -27,7 +27,7 @@ from raysvc.client.commits import AT_MOST
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
-from raysvc.client.meter import Committed, Given, Meter
+from raysvc.client.meter import CommittedSteps, Given, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, PromptsEnded, StepOutOfOrder
@@ -312,7 +312,7 @@ class LeaseClient(ABC, Generic[F, S]):
             if told is not None and self._report_of_steps is not None:
                 self._report_of_steps.committed(step + 1, told, known)
 
-    def _committed(self, step: int, at_s: float, skipped: bool = False) -> Committed | None:
+    def _committed(self, step: int, at_s: float, skipped: bool = False) -> CommittedSteps | None:
         """Count a commit and have it sent; None: it says nothing new. Called under `_counting`."""
         if step < self._frontier:
             return None

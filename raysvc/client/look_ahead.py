@@ -17,14 +17,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 SIZES_AT_ONCE = 16
 
 
-class Indexed(Protocol):
+class NumberedStep(Protocol):
     """Something asked for by step number."""
 
     @property
     def index(self) -> int: ...
 
 
-F = TypeVar("F", bound=Indexed)
+F = TypeVar("F", bound=NumberedStep)
 
 
 class Limit(NamedTuple):

@@ -64,7 +64,7 @@ class _Shape(NamedTuple):
     rollouts: Mapping[str, float]
 
 
-class Committed(NamedTuple):
+class CommittedSteps(NamedTuple):
     """Holds what was committed with one call.
 
     Attributes:
@@ -148,7 +148,7 @@ class Meter:
             self._add_stall(times.waited_s)
             self._blame(times)
 
-    def committed(self, step: int, count: int, at_s: float) -> Committed:
+    def committed(self, step: int, count: int, at_s: float) -> CommittedSteps:
         """All steps up to `step` are trained, `count` of them newly, at a value of the clock."""
         with self._lock:
             step_s, self._last_commit_s = (at_s - self._last_commit_s) / count, at_s
@@ -165,7 +165,7 @@ class Meter:
                 self._show(shapes)
         padding, rollouts = (shapes[-1].padding, shapes[-1].rollouts) if shapes else (0.0, NO_METRICS)
         input_tokens = sum(shape.input_tokens for shape in shapes)
-        return Committed(tokens, input_tokens, padding, step_s, stall_s, rollouts)
+        return CommittedSteps(tokens, input_tokens, padding, step_s, stall_s, rollouts)
 
     def moved(self) -> None:
         """The trainer went to another step: what it was given is not trained."""

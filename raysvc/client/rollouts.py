@@ -61,7 +61,7 @@ class Put(NamedTuple):
     verdicts: Mapping[str, str]
 
 
-class Waiting:
+class WaitReport:
     """Says what is waited for, and since when, each `REPORT_EVERY_S`."""
 
     def __init__(self, what: str) -> None:
@@ -213,7 +213,7 @@ class Rollouts:
 
     def _prompts(self, at_once: int) -> Iterator[Prompt]:
         self._live()
-        pause_s, waiting = 0.01, Waiting(f"prompts of server {self.name!r}")
+        pause_s, waiting = 0.01, WaitReport(f"prompts of server {self.name!r}")
         while True:
             with self._lock:
                 ask, self._asked = self._asked, self._asked + 1

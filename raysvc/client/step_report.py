@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysvc.client.meter import Committed
+    from raysvc.client.meter import CommittedSteps
     from raysvc.trackers.reporter import Reporter
 
 
@@ -29,7 +29,7 @@ class StepReport:
         self.reporter, self._steps_per_epoch = reporter, steps_per_epoch
         self._input_tokens = 0
 
-    def committed(self, steps: int, told: Committed, metrics: Mapping[str, float]) -> None:
+    def committed(self, steps: int, told: CommittedSteps, metrics: Mapping[str, float]) -> None:
         """Notes that so many steps are trained."""
         self._input_tokens += told.input_tokens
         known = {

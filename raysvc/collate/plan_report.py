@@ -95,7 +95,7 @@ class StepRow(NamedTuple):
     length: int
 
 
-class _Measured(NamedTuple):
+class _MiniFigures(NamedTuple):
     """One mini-batch in numbers: see `PlanReport`; costs are integers."""
 
     tokens: int
@@ -176,13 +176,13 @@ def rows_of_step(plan: Plan, step: int, dp_size: int) -> Iterator[StepRow]:
                         )
 
 
-def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int, column_bytes: ColumnBytes) -> _Measured:
+def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int, column_bytes: ColumnBytes) -> _MiniFigures:
     config = plan.config
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
     rank_of = np.repeat(np.arange(dp_size), np.diff(geometry.sequence_bounds))
     tokens = np.bincount(rank_of, geometry.lengths, dp_size)
     costs = np.bincount(rank_of, plan.rules.cost.of(geometry.lengths), dp_size)
-    return _Measured(
+    return _MiniFigures(
         tokens=int(mini.lengths.sum()),
         cells=sum(
             (micro.stop - micro.start) * micro.width for rank in geometry.micro_batches for micro in rank

@@ -18,7 +18,7 @@ import numpy as np
 from raysvc.row_batch import RowBatch
 
 
-class Reported(Protocol):
+class ReportedEntry(Protocol):
     """An entry, as far as its report goes."""
 
     @property
@@ -26,7 +26,7 @@ class Reported(Protocol):
         """Returns what its builder told."""
 
 
-def text_widths(entries: Sequence[Reported], columns: Sequence[str]) -> dict[str, int]:
+def text_widths(entries: Sequence[ReportedEntry], columns: Sequence[str]) -> dict[str, int]:
     """Column of text among `columns` -> characters of the longest one, of an entry or of all of a mixture."""
     found = [(n, w) for one in entries for n, w in one.report.get("text_widths", {}).items() if n in columns]
     return {name: max(1, *(width for other, width in found if other == name)) for name, _ in found}

@@ -62,10 +62,10 @@ class BatchShard(Shard):
 
     def to_wire(self) -> Any:
         """Returns what opens as a batch."""
-        return _Ready(self)
+        return _PickledBatch(self)
 
 
-class _Ready:
+class _PickledBatch:
     """Pickled as a shard, opened as a `TrainingInputBatch`: SkyRL's own pickle would copy every tensor three times."""
 
     def __init__(self, shard: BatchShard) -> None:

@@ -185,7 +185,7 @@ class MiniBatches:
         self._trained = int(state["trained"])
 
 
-class Trained(Protocol):
+class CommittingLoader(Protocol):
     """A loader that is told what is in the weights."""
 
     client: RankClient
@@ -203,7 +203,7 @@ class Trained(Protocol):
 class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not followed
     """Commits what is trained; its state travels in `trainer_state.json`."""
 
-    def __init__(self, loader: Trained) -> None:
+    def __init__(self, loader: CommittingLoader) -> None:
         self.loader = loader
 
     def state(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SAMPLE_BYTES = 16
 TOO_MUCH = "the media of a row take too much memory"
 
 
-class Sized(Protocol):
+class SizedMedium(Protocol):
     """A medium whose size is known."""
 
     @property
@@ -65,7 +65,7 @@ class Budget:
 _budget = Budget(BUDGET_BYTES)
 
 
-def memory_of(media: Iterable[Sized]) -> int:
+def memory_of(media: Iterable[SizedMedium]) -> int:
     """Bytes that the media of a row take while they are decoded.
 
     A video is decoded frame after frame, and those that are taken are resized one by one: it counts one frame.
@@ -80,7 +80,7 @@ def memory_of(media: Iterable[Sized]) -> int:
     return kept + WORK_BYTES * most
 
 
-def check_decodable(media: Sequence[Sized]) -> int:
+def check_decodable(media: Sequence[SizedMedium]) -> int:
     """Returns what a row takes.
 
     Raises:
@@ -94,7 +94,9 @@ def check_decodable(media: Sequence[Sized]) -> int:
 
 
 @contextmanager
-def all_decoded(media: Sequence[Sized], read: Callable[[str], bytes]) -> Iterator[list[tuple[Kind, Any]]]:
+def all_decoded(
+    media: Sequence[SizedMedium], read: Callable[[str], bytes]
+) -> Iterator[list[tuple[Kind, Any]]]:
     """The media of a row, decoded; their memory is held until they are not needed any more.
 
     Args:

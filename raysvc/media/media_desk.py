@@ -43,7 +43,7 @@ Fetch = Callable[[str, str, int], bytes]  # (path or URL, folder of the row's fi
 
 
 @dataclass(frozen=True)
-class Taken:
+class StoredMedium:
     """A medium that was read.
 
     Attributes:
@@ -75,7 +75,7 @@ class MediaDesk:
         self._folder = ""  # of the row that is read now
         self._store, self._fetch, self._max_pixels = store, fetch, max_pixels
         self._memory: dict[str, bytes] = {}
-        self._paths: OrderedDict[tuple[Kind, str, str], Taken] = OrderedDict()
+        self._paths: OrderedDict[tuple[Kind, str, str], StoredMedium] = OrderedDict()
         self._writer: ThreadPoolExecutor | None = None  # begun with the first medium
         self._writing: OrderedDict[str, Future[str]] = OrderedDict()  # digest -> its write, oldest first
 
@@ -83,7 +83,7 @@ class MediaDesk:
         """Say which row is read now: its paths are relative to the folder of its file."""
         self._folder = self.folder_of(source_row)
 
-    def take(self, kind: Kind, source: Any) -> Taken:
+    def take(self, kind: Kind, source: Any) -> StoredMedium:
         """Read, measure and keep a medium.
 
         Args:
@@ -147,7 +147,7 @@ class MediaDesk:
             raise _fault(kind, UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
         return data
 
-    def _keep(self, kind: Kind, data: bytes) -> Taken:
+    def _keep(self, kind: Kind, data: bytes) -> StoredMedium:
         size, digest = size_of(kind, data, self._max_pixels), digest_of(data)
         if self._store is None:
             self._memory[digest] = data
@@ -156,7 +156,7 @@ class MediaDesk:
             if len(self._writing) >= 2 * WRITES:
                 self._writing.popitem(last=False)[1].result()
             self._writing[digest] = self._writer.submit(write_medium, self._store, data)
-        return Taken(digest, size, len(data))
+        return StoredMedium(digest, size, len(data))
 
 
 def _fault(kind: Kind, why: str, detail: str) -> RowFault:

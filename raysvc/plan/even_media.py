@@ -64,7 +64,7 @@ def even_out(ranks: Sequence[Rank], costs: Int64s, patches: Int64s, fit: Fit) ->
     """
     if fit.budget is not None:  # 5
         ranks = _whole_ones_swapped(ranks, costs, patches)
-    dealt = [_Dealt.of(rank, fit) for rank in ranks]
+    dealt = [_RankRows.of(rank, fit) for rank in ranks]
     _swap_until_even(dealt, costs, patches)
     return [_sorted(one.back(rank), costs, fit) for one, rank in zip(dealt, ranks, strict=True)]  # 6
 
@@ -75,12 +75,12 @@ def _whole_ones_swapped(ranks: Sequence[Rank], costs: Int64s, patches: Int64s) -
     rows = [[row for line in micro for row in line if row >= 0] for micro in micros]
     of_micros = [np.array([values[each].sum() for each in rows], np.int64) for values in (costs, patches)]
     number = iter(range(len(micros)))
-    dealt = [_Dealt.of([[[next(number)]] for _ in rank], Fit(of_micros[0], None, False)) for rank in ranks]
+    dealt = [_RankRows.of([[[next(number)]] for _ in rank], Fit(of_micros[0], None, False)) for rank in ranks]
     _swap_until_even(dealt, *of_micros)
     return [[micros[each] for each in one.rows.tolist()] for one in dealt]
 
 
-def _swap_until_even(dealt: list[_Dealt], costs: Int64s, patches: Int64s) -> None:
+def _swap_until_even(dealt: list[_RankRows], costs: Int64s, patches: Int64s) -> None:
     shares = np.stack([_shares(costs, len(dealt)), _shares(patches, len(dealt))], axis=1)  # 1
     loads = np.stack([shares[one.rows].sum(axis=0) for one in dealt])
     for _ in range(_SWAPS_PER_RANK * len(dealt)):
@@ -97,7 +97,7 @@ def _shares(costs: Int64s, num_ranks: int) -> Int64s:
 
 
 @dataclass(eq=False)
-class _Dealt:
+class _RankRows:
     """The real rows of a rank, and the room of what each one is in.
 
     Attributes:
@@ -113,7 +113,7 @@ class _Dealt:
     fit: Fit
 
     @classmethod
-    def of(cls, rank: Rank, fit: Fit) -> _Dealt:
+    def of(cls, rank: Rank, fit: Fit) -> _RankRows:
         lines = (
             [line for micro in rank for line in micro]
             if fit.by_line
@@ -153,7 +153,7 @@ class _Dealt:
         return [[[next(rows) if row >= 0 else row for row in line] for line in micro] for micro in rank]
 
 
-def _swap(dealt: list[_Dealt], loads: Int64s, shares: Int64s, heavy: int, kind: int) -> bool:
+def _swap(dealt: list[_RankRows], loads: Int64s, shares: Int64s, heavy: int, kind: int) -> bool:
     """Make the best swap of the heavy rank with one that is low in that kind; whether there was one."""
     mine = dealt[heavy]
     here = mine.some()

@@ -71,7 +71,7 @@ def find_or_enrich(
         with hold:
             writer = EntryWriter(base.store, plan.key, generation)
             share(base.store, base.folder, writer.folder)  # before hours of work, and again at the end
-            return _Enriching(job, base, plan, writer, progress).entry(address), False, reason
+            return _EnrichBuild(job, base, plan, writer, progress).entry(address), False, reason
 
 
 def planned(job: JobConfig, base: Entry, wanted: WantedColumns, progress: Progress = silent) -> EnrichPlan:
@@ -103,7 +103,7 @@ def _check_values(wanted: WantedColumns, base: Entry) -> None:
         raise no_model(wanted.by, unknown[0], wanted.models)
 
 
-class _Enriching:
+class _EnrichBuild:
     """One process's share of the work: from what is finished to the manifest; see `raysvc.builds.build.Resumable`."""
 
     name = ""

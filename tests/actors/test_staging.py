@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.staging.slots import AllInUse, Slot, Slots, aligned
+from raysvc.actors.staging.slots import NoFreeSlot, Slot, Slots, aligned
 from raysvc.actors.staging.staging import Staging, StagingOptions
 from raysvc.collate import Shard
 from raysvc.errors import ConfigError, WorkerFailed
@@ -210,7 +210,7 @@ def test_slots_are_used_by_one_shard_at_a_time_within_their_bytes(
     for take, size in actions:
         if take:
             found = slots.take_nowait(size)
-            if isinstance(found, AllInUse):
+            if isinstance(found, NoFreeSlot):
                 used = sum(slot.nbytes for slot in taken)
                 assert len(taken) == 3 if limit is None else used + aligned(size) > limit
                 continue

@@ -9,7 +9,7 @@ import pytest
 
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.client import meter as meter_module
-from raysvc.client.meter import RECENT_S, Committed, Given, Meter
+from raysvc.client.meter import RECENT_S, CommittedSteps, Given, Meter
 from raysvc.metrics import BY_NAME
 from raysvc.trackers.stalls import StepTimes
 
@@ -200,7 +200,7 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
     meter.wait_ends(10.0, Given(0, infos, read_s=4.0, collate_s=2.0, copy_s=1.5, groups_s=1.2))
     clock.now_s += 5.0
     told = meter.committed(0, 1, clock())
-    assert told == Committed(tokens=50, input_tokens=55, padding=0.3125, step_s=15.0, stall_s=10.0)
+    assert told == CommittedSteps(tokens=50, input_tokens=55, padding=0.3125, step_s=15.0, stall_s=10.0)
     assert records.values == {
         "stall_seconds": [10.0],
         "fetch_seconds": [10.0],
@@ -234,7 +234,9 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
         "imbalance_ratio": [1.2],
     }
     records.values.clear()
-    assert meter.committed(3, 1, clock() + 1.0) == Committed(0, 0, 0.0, 1.0, 0.0), "it was given to nobody"
+    assert meter.committed(3, 1, clock() + 1.0) == CommittedSteps(0, 0, 0.0, 1.0, 0.0), (
+        "it was given to nobody"
+    )
     assert records.values == {"steps": [1], "step_seconds": [1.0], "trained_tokens": [0], "cut_rows": [0]}
     assert records.written == 0
     meter.report()

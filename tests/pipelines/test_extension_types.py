@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format
-from raysvc.chat.source.json_rows import Unreadable
+from raysvc.chat.source.json_rows import UnreadableValue
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.pipelines.reading.arrow_rows import rows_of_table
@@ -389,7 +389,7 @@ def test_what_pandas_stores_as_numbers_is_named_and_not_taken_for_them(tmp_path:
     (piece,) = look_at(at(tmp_path / "rows.parquet")).slices
     (row,) = read_rows(piece, {})
     assert row.data is not None
-    assert isinstance(row.data["x"], Unreadable)
+    assert isinstance(row.data["x"], UnreadableValue)
     assert "'pandas.period'" in row.data["x"].why
 
 

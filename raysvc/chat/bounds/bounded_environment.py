@@ -66,7 +66,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._parse(source, *args)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_Bounded().visit(source), *args, **kwargs)
+        return super()._generate(_CheckInserter().visit(source), *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Does what Jinja does, without its questions where their answers are known."""
@@ -151,7 +151,7 @@ def _checked(run: Callable[..., Any], check: Callable[..., None], owner: Any) ->
     return update_wrapper(checked, run)
 
 
-class _Bounded(NodeTransformer):
+class _CheckInserter(NodeTransformer):
     """Puts the calls of the module's steps 1 and 2 into a template."""
 
     def __init__(self) -> None:

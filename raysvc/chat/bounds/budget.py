@@ -88,7 +88,7 @@ class _Run:
         return time.clock_gettime(self._clock)
 
 
-class _Own(threading.local):
+class _ThreadLocals(threading.local):
     def __init__(self) -> None:
         self.run = _Run()
         _watch.look_at(self.run)
@@ -233,10 +233,10 @@ def _private_bytes() -> int:
 def _begin() -> None:
     global _watch, _own
     _watch = _Watch()
-    _own = _Own()
+    _own = _ThreadLocals()
 
 
 _watch: _Watch
-_own: _Own
+_own: _ThreadLocals
 _begin()
 os.register_at_fork(after_in_child=_begin)  # it has none of our threads

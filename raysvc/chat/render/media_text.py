@@ -28,7 +28,7 @@ from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import media_places, plain_media, wrong_count
 from raysvc.media.decoding import check_decodable
 from raysvc.media.kinds import WORDS, Kind, size_text
-from raysvc.media.media_desk import MediaDesk, Taken
+from raysvc.media.media_desk import MediaDesk, StoredMedium
 from raysvc.media.media_processor import MediaProcessor, Replacement
 
 
@@ -92,7 +92,7 @@ def filled_with_media(sequence: Sequence, render: Render, example: ChatExample, 
     return replace(sequence, text=text, spans=spans, example=example, media=tuple(places))
 
 
-def _replacement(desk: MediaDesk, kind: Kind, taken: Taken) -> Replacement:
+def _replacement(desk: MediaDesk, kind: Kind, taken: StoredMedium) -> Replacement:
     try:
         return desk.processor.replacement(kind, *taken.size)
     except (ValueError, ArithmeticError, IndexError) as error:

@@ -46,10 +46,10 @@ def words_decide(text: str) -> bool:
     Args:
         text: Jinja source of a template that compiles.
     """
-    return ASKED in text and _Reading(chat_environment(None).parse(text)).words_decide()
+    return ASKED in text and _PromptReader(chat_environment(None).parse(text)).words_decide()
 
 
-class _Reading:
+class _PromptReader:
     def __init__(self, tree: nodes.Template) -> None:
         self._made_of: defaultdict[str, set[str]] = defaultdict(set)
         self._written: list[set[str]] = []  # of each place that writes: the names in it and around it

@@ -46,7 +46,7 @@ class RealRender:
 
     def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
         self._compiled = CompiledTemplate(text, {"documents": None, **variables}, now)
-        self._compiled.on_generation(lambda caller: _Generated(caller()))
+        self._compiled.on_generation(lambda caller: _GenerationText(caller()))
         self._variables = variables
         self._marks_generation = "endgeneration" in text
 
@@ -100,14 +100,14 @@ class RealRender:
         """Returns what is inside `{% generation %}`, each in one block; neighbours are joined."""
         marks: list[Extent] = []
         for piece, (start, end) in zip(pieces, pairwise(ends), strict=True):
-            if type(piece) is not _Generated or not piece:
+            if type(piece) is not _GenerationText or not piece:
                 continue
             goes_on = marks and marks[-1][1] == start and start not in begins
             marks.append((marks.pop()[0] if goes_on else start, end))
         return marks
 
 
-class _Generated(str):
+class _GenerationText(str):
     """Marks what a `{% generation %}` wraps."""
 
     __slots__ = ()

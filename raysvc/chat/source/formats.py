@@ -30,7 +30,7 @@ from raysvc.chat.source.examples import (
     TokensExample,
 )
 from raysvc.chat.source.given_tokens import read_tokens
-from raysvc.chat.source.json_rows import Unreadable, holds_null, without_nulls
+from raysvc.chat.source.json_rows import UnreadableValue, holds_null, without_nulls
 from raysvc.chat.source.loss_flags import unread_keys
 from raysvc.chat.source.messages import (
     MESSAGES_PARSED,
@@ -506,7 +506,7 @@ def check_json(value: Any, column: str) -> None:
             check_json(item, column)
     elif isinstance(value, float) and not math.isfinite(value):
         raise RowFault("a number is NaN or infinite, which JSON does not have", f"in {column!r}")
-    elif isinstance(value, Unreadable):
+    elif isinstance(value, UnreadableValue):
         raise RowFault("a value cannot be read", f"in {column!r}: {value.why}")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise RowFault(f"a value is a {type(value).__name__}, which JSON does not have", f"in {column!r}")

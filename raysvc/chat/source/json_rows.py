@@ -38,7 +38,7 @@ _MEANT = "default"  # of a schema, where null says something
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableValue:
     """A value of a row that JSON has no type for.
 
     Attributes:
