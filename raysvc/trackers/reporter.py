@@ -64,6 +64,13 @@ class Reporter:
             )
             self._outcome |= dict.fromkeys(self._trackers, f"did not end in {CLOSE_TIMEOUT_S:.0f} s")
 
+    def leave(self) -> None:
+        """Tell nobody anything more, not even the end: another process goes on in the same runs."""
+        if not self._closed:
+            self._closed = True
+            self._calls.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
     def outcome(self) -> dict[str, str]:
         """Tracker -> "ok", or where and why it ended; complete after `on_end`."""
         return dict(self._outcome)

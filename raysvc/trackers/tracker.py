@@ -6,13 +6,14 @@ Always true:
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from raysvc.cache.local.sealed import opened_if_sealed, sealed
+from raysvc.errors import StateMismatch
 from raysvc.redact import redacted
 
 FILE = "trackers.json"
@@ -60,13 +61,23 @@ class Tracker(Protocol):
 def tracked_run(
     folder: Path, name: str | None = None, config: Mapping[str, Any] | None = None, steps_done: int = 0
 ) -> TrackedRun:
-    """The run of a folder; its first call chooses the id."""
+    """The run of a folder; its first call chooses the id.
+
+    Raises:
+        StateMismatch: the file with the id is damaged.
+    """
     folder = folder.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     if not path.exists():
-        path.write_text(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n")
-    run_id = str(json.loads(path.read_text())["id"])
+        draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
+        draft.write_bytes(sealed({"id": uuid.uuid4().hex[:12]}))
+        draft.rename(path)
+    try:
+        run_id = str(opened_if_sealed(path.read_bytes().rstrip(b"\n"))["id"])
+    except (ValueError, KeyError):
+        remedy = "restore it, or remove it: trackers then begin a new run"
+        raise StateMismatch(str(path), "is not what was written", remedy) from None
     return TrackedRun(run_id, name or folder.name, folder, without_secrets(config or {}), steps_done)
 
 

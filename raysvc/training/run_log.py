@@ -2,6 +2,7 @@
 
 Always true:
 - a line is in its file before the step is committed; trackers are told after that;
+- who slept while another process took the folder logs and reports nothing;
 - losses, rows and tokens of the summary are of the whole run, whatever processes it took; rates are of this one.
 """
 
@@ -61,7 +62,7 @@ class RunLog:
         mean: Reduction,
         unit: str = "",
     ) -> None:
-        self._progress, self._stop = progress, stop
+        self._progress, self._stop, self._folder = progress, stop, folder
         self._reporter, self._steps_per_epoch, self._shares = reporter, steps_per_epoch, shares
         self._mean: Reduction = mean
         self._unit = unit
@@ -74,7 +75,12 @@ class RunLog:
         self._seen = sum(line.get("input_tokens", 0) for line in folder.lines(folder.metrics))
 
     def step(self, step: Step, results: list[list[MiniResult]], step_s: float, times: StepTimes) -> None:
-        """Write down a trained step; results[dp rank][optimizer step of it]."""
+        """Write down a trained step; results[dp rank][optimizer step of it].
+
+        Raises:
+            FolderLost: another process trains in the folder by now.
+        """
+        self._folder.check_owner()
         from raysvc.actors.worker.results import reduce_metrics, reduce_timing, step_metrics
 
         infos = [mini.info for mini in step.optimizer_steps() if mini.info is not None]
@@ -121,6 +127,7 @@ class RunLog:
 
     def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Write down what the evals say after `step`; returns that."""
+        self._folder.check_owner()
         told = []
         for line in lines:
             self._evals.append({"step": step, **line})
@@ -130,6 +137,7 @@ class RunLog:
 
     def checkpoint(self, steps: int, folder: Path) -> None:
         """A checkpoint of so many steps is complete."""
+        self._folder.check_owner()
         self._reporter.on_checkpoint(steps, str(folder))
 
     def sync(self) -> None:
@@ -247,7 +255,9 @@ def write_summary(
 
     Raises:
         ConfigError: the folder has no metrics.
+        FolderLost: another process trains in it by now.
     """
+    folder.check_owner()
     lines = list(folder.lines(folder.metrics))
     if not lines:
         raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")

@@ -17,7 +17,7 @@ from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
-from raysvc.errors import LeaseHeld, StateMismatch, TokenizerError
+from raysvc.errors import FolderLost, LeaseHeld, StateMismatch, TokenizerError
 from raysvc.evals.eval_decisions import EvalDecisions
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
@@ -175,6 +175,9 @@ class _Run:
             )
         try:
             return self._run(address)
+        except FolderLost:
+            self.reporter.leave()
+            raise
         finally:
             self.reporter.on_end({}, finished=False)  # nothing more after the summary
 

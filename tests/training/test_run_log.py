@@ -12,13 +12,14 @@ import pytest
 
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.collate.shard import Denominators
+from raysvc.errors import FolderLost
 from raysvc.job.trainer_config import Reduction
 from raysvc.progress import silent
-from raysvc.trackers.reporter import NO_TRACKERS
+from raysvc.trackers.reporter import NO_TRACKERS, Reporter
 from raysvc.trackers.stalls import StepTimes
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.run_folder import RunFolder
-from raysvc.training.run_log import RunLog
+from raysvc.training.run_log import RunLog, write_summary
 
 LOSSES = ([1.0, 2.0, 3.0], [10.0])  # of the targets of two mini-batches
 ROWS = ([[1.0], [2.0, 3.0]], [[10.0]])  # the same by row
@@ -104,3 +105,45 @@ def test_what_a_loss_says_of_itself_is_written_and_reported_with_its_unit(tmp_pa
     expected = (2 * 0.5 + 6 * 0.25) / 8
     assert (line["rewards/accuracies"], line["max_reward"], line["pairs"]) == (expected, 7.0, 8)
     assert (told[0]["rewards/accuracies"], told[0]["max_reward"]) == (expected, 7.0)
+
+
+def test_a_trainer_that_wakes_after_its_successor_came_logs_and_reports_nothing(tmp_path: Path) -> None:
+    """Not a step, not an eval, not a checkpoint, not an end: the successor goes on in the same run of each tracker."""
+    told: list[str] = []
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: told.append(name)
+
+    sleeper, successor = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    reporter = Reporter({"one": Told()})  # type: ignore[dict-item]
+    with sleeper.held():
+        books = RunLog(sleeper, 0, 3, silent, reporter, 1, LossShares(CacheEntry(())), "token_mean")
+        one = mini([1.0], 1)
+        rank = [SimpleNamespace(loss=1.0, grad_norm=0.0, metrics={"lr": 0.1}, timing={}, rows=None)]
+        times = StepTimes(0, 0.0, 0.0, 0.0, 0.0, "file")
+
+        def train(number: int) -> None:
+            step: Any = SimpleNamespace(index=number, epoch=0, optimizer_steps=lambda: [one])
+            books.step(step, [rank], 1.0, times)  # type: ignore[list-item]
+
+        train(0)
+        for path in (sleeper.path / "owners").iterdir():  # as another machine sees it after 30 s of silence
+            path.unlink()
+        with successor.held():
+            before = {path: path.read_bytes() for path in sleeper.path.glob("*.jsonl")}
+            for change in (
+                lambda: train(1),
+                lambda: books.evals(
+                    1, [{"eval": "a", "loss": 1.0, "bits_per_byte": 1.0, "eval_s": 1.0, "rows": 1}]
+                ),
+                lambda: books.checkpoint(1, tmp_path),
+                lambda: write_summary(sleeper, CacheEntry(()), 1, None, 1.0, reporter=reporter),
+            ):
+                with pytest.raises(FolderLost):
+                    change()
+            assert {path: path.read_bytes() for path in sleeper.path.glob("*.jsonl")} == before
+    books.close()
+    reporter.leave()
+    assert reporter.outcome() == {"one": "ok"}
+    assert told == ["on_step"]
