@@ -195,7 +195,7 @@ def start_build(
 
 @contextmanager
 def building(build: BuildBeside | None) -> Iterator[None]:
-    """What goes wrong in it because the build failed is raised as what the build raised; whatever goes wrong stops the build."""
+    """Raises what goes wrong in it because the build failed as what the build raised; whatever goes wrong stops the build."""
     try:
         yield
     except BaseException as error:
@@ -273,7 +273,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry, evals: Collection[str] | None 
 
 
 def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
-    """Where the processor of the rows' media is loaded from; None: they have none."""
+    """Returns where the processor of the rows' media is loaded from; None: they have none."""
     from raysvc.cache.store.open import absolute
     from raysvc.media.processor_spec import ProcessorSpec
     from raysvc.plan.sliced.sliced_rows import has_media

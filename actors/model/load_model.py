@@ -130,7 +130,7 @@ def check_media_model(model_type: str) -> None:
 
 
 def tiny_sizes(vocab_size: int) -> dict[str, int]:
-    """What `tiny` is made of: its width is 64, and 16 with one attention head under a large vocabulary, whose output
+    """Returns what `tiny` is made of: its width is 64, and 16 with one attention head under a large vocabulary, whose output
     layer is then most of what a step computes."""
     width = 64 if vocab_size < LARGE_VOCABULARY else 16
     return {

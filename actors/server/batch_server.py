@@ -95,7 +95,7 @@ class BatchServer:
         return self.spec.model_dump_json(), self._incarnation_id
 
     def describe(self) -> dict[str, Any]:
-        """What this server serves; no lease needed.
+        """Returns what this server serves; no lease needed.
 
         Raises:
             EntryError: the entry cannot be opened.
@@ -449,7 +449,7 @@ class BatchServer:
             record("planned_steps", self._planned_steps, server=self.spec.name)
 
     def holds_data(self) -> bool:
-        """Whether an entry is open."""
+        """Returns whether an entry is open."""
         return self._maker.holds_data()
 
     @property

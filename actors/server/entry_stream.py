@@ -51,7 +51,7 @@ SIZES = 4096  # of steps and roles, that are remembered
 
 @dataclass(frozen=True)
 class _Facts:
-    """What stays known when the data are freed."""
+    """Holds what stays known when the data are freed."""
 
     schedule: Schedule
     plan_hash: str
@@ -164,7 +164,7 @@ class EntryStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether data are held."""
+        """Returns whether data are held."""
         with self._lock:
             return self._open is not None
 
@@ -180,7 +180,7 @@ class EntryStream:
         return replace(info, build_s=build_s), shards
 
     def is_there(self, step: int) -> bool:
-        """Whether the rows of a step are tokenized."""
+        """Returns whether the rows of a step are tokenized."""
         opened = self._opened()
         return all(entry.knows(end) for entry, end in opened.ends_of(step)) and all(
             entry.has(slices) for entry, slices in opened.slices_of(step)
@@ -203,7 +203,7 @@ class EntryStream:
             entry.fail(why)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
-        """What the plan says of a step."""
+        """Returns what the plan says of a step."""
         return self._outline(self._opened(), step, as_role(role))
 
     def nbytes(self, step: int, role: Role) -> int:
@@ -235,11 +235,11 @@ class EntryStream:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided so far."""
+        """Returns what was decided so far."""
         return self._opened().decisions
 
     def decides(self) -> tuple[Plan, Sources | None]:
-        """What a decision is made of: the plan, and the sources of a mixture."""
+        """Returns what a decision is made of: the plan, and the sources of a mixture."""
         opened, mixture = self._opened(), self._mixture
         if mixture is None:
             return opened.plan, None
@@ -302,7 +302,7 @@ class EntryStream:
 
 
 def feedback_log(journal: str, storage_options: Mapping[str, Any], claim: Claim | None = None) -> FeedbackLog:
-    """What was said back to a server with this journal; only with its claim one may write."""
+    """Returns what was said back to a server with this journal; only with its claim one may write."""
     return FeedbackLog(f"{journal}/feedback", storage_options, claim)
 
 

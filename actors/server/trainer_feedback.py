@@ -1,4 +1,4 @@
-"""What the trainer of a server says back: decisions about the steps to come, and outcomes of rows. No Ray.
+"""Takes what the trainer of a server says back: decisions about the steps to come, and outcomes of rows. No Ray.
 
 Always true:
 - a decision is on disk before a step follows it, and before the call returns;
@@ -92,7 +92,7 @@ class TrainerFeedback:
             kept.report(outcomes, len(entry.decisions))
 
     def outcomes(self, first: int, stop: int) -> RowOutcomes:
-        """What was reported of the steps `first` to `stop - 1`.
+        """Returns what was reported of the steps `first` to `stop - 1`.
 
         Raises:
             ServerError: nobody may report here.

@@ -1,1 +1,1 @@
-"""What is wrong with the rows of a job, found without training: `raysvc audit`."""
+"""Defines what is wrong with the rows of a job, found without training: `raysvc audit`."""

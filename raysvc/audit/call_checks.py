@@ -18,7 +18,7 @@ from raysvc.chat.source.examples import ChatExample
 
 
 def can_check_arguments() -> bool:
-    """Whether the library is installed."""
+    """Returns whether the library is installed."""
     try:
         import jsonschema  # noqa: F401
     except ImportError:

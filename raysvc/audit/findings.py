@@ -1,4 +1,4 @@
-"""What an audit found, counted and kept small.
+"""Defines what an audit found, counted and kept small.
 
 Always true:
 - three rows of each defect are kept, and the ids of all that a plan can leave out;
@@ -45,7 +45,7 @@ class DefectFound:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What was looked at, and found.
+    """Holds what was looked at, and found.
 
     Attributes:
         rows: name of a source -> rows.

@@ -1,4 +1,4 @@
-"""What is wrong with the messages of one conversation: roles, calls, results, tools.
+"""Defines what is wrong with the messages of one conversation: roles, calls, results, tools.
 
 Always true:
 - pure: messages in normal form and the rendered text in, pairs of (name of a defect, what it is here) out;

@@ -1,4 +1,4 @@
-"""What is wrong with the words of a row, seen without other rows.
+"""Defines what is wrong with the words of a row, seen without other rows.
 
 Always true:
 - pure: a text in, pairs of (name of a defect, what it is here) out.

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """What the loop of `raysvc.builds.run_builds` makes: an entry from slices, some of which may be there."""
+    """Declares what the loop of `raysvc.builds.run_builds` makes: an entry from slices, some of which may be there."""
 
     @property
     def left(self) -> Sequence[Any]:
@@ -50,7 +50,7 @@ class Resumable(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slice is made."""
+        """Returns whether every slice is made."""
         ...
 
     def start(self, needed: Collection[int] | None = None) -> None:
@@ -111,13 +111,13 @@ class Build:
         return sum(piece.num_rows for piece in self.found.plan.source.slices)
 
     def fits_one_process(self, left: Sequence[Slice]) -> bool:
-        """Whether one process makes these slices before a cluster would."""
+        """Returns whether one process makes these slices before a cluster would."""
         from raysvc.pipelines.local_build import fits_one_process
 
         return fits_one_process(sum(piece.num_bytes for piece in left), len(left), self.found.job.workers)
 
     def task(self, niceness: int = 0) -> BuildTask:
-        """What its workers are told."""
+        """Returns what its workers are told."""
         from raysvc.pipelines.tokenize import BuildTask
 
         job = self.found.job
@@ -171,7 +171,7 @@ class Build:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slice is made."""
+        """Returns whether every slice is made."""
         return len(self._done) == len(self._slices)
 
     def add(self, receipt: Receipt) -> None:
@@ -207,7 +207,7 @@ class Build:
         return open_entry(writer.uri, job.cache.storage_options)
 
     def wait_for_more(self, wait: Callable[[float], bool]) -> bool:
-        """Whether the source has, or may have, new slices: that of a finished list of files never has.
+        """Returns whether the source has, or may have, new slices: that of a finished list of files never has.
 
         Args:
             wait: waits for so many seconds; True: the build is stopped.

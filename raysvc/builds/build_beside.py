@@ -279,7 +279,7 @@ class SummedProgress:
         self._last = [Tick("tokenize", 0, rows, "rows") for rows in num_rows]
 
     def of(self, place: int) -> Progress:
-        """What one of the builds tells."""
+        """Returns what one of the builds tells."""
         if len(self._last) == 1:
             return self._progress
 

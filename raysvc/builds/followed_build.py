@@ -82,7 +82,7 @@ class FollowedBuild(Build):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is made; a source without an end is never complete."""
+        """Returns whether all is made; a source without an end is never complete."""
         return self.has_end and super().is_complete
 
     def add(self, receipt: Receipt) -> None:
@@ -132,7 +132,7 @@ class FollowedBuild(Build):
                 return False
 
     def _known(self) -> FollowedSpec:
-        """What is known of the entry; from now on it is marked as one that never has a manifest, and keeps its tokenizer."""
+        """Returns what is known of the entry; from now on it is marked as one that never has a manifest, and keeps its tokenizer."""
         plan, writer = self.found.plan, self.writer
         writer.store.create(f"{writer.folder}/{names.TOKENIZER}", plan.tokenizer.content())
         media = b"{}" if plan.processor is None else b'{"media": true}'  # gc removes none while it is built

@@ -1,4 +1,4 @@
-"""What a run was served from which step on: `<run_dir>/served.jsonl`, so that any step can be made again.
+"""Records what a run was served from which step on: `<run_dir>/served.jsonl`, so that any step can be made again.
 
     {"step": 0, "dp_size": 2, "spec": {"name": ..., "sources": [...], "plan": {...}, ...}}
 

@@ -159,12 +159,12 @@ class Entry:
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the builder told."""
+        """Returns what the builder told."""
         return self.manifest.report
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What decided the bytes."""
+        """Returns what decided the bytes."""
         return dict(self.manifest.recipe)
 
     def __len__(self) -> int:
@@ -237,7 +237,7 @@ class Entry:
         return np.asarray(rows >= counts[np.minimum(slices, len(counts) - 1)])
 
     def has(self, slices: Sequence[int]) -> bool:
-        """Whether all of these slices are there."""
+        """Returns whether all of these slices are there."""
         return True
 
     def wait_for(self, slices: Sequence[int]) -> float:
@@ -259,7 +259,7 @@ class Entry:
         return int(self.source_rows.sum())
 
     def knows(self, num_groups: int) -> bool:
-        """Whether it is known in which slices the first rows of the source are."""
+        """Returns whether it is known in which slices the first rows of the source are."""
         return True
 
     def wait_until_known(self, num_groups: int) -> float:
@@ -364,7 +364,7 @@ class Entry:
 
     @cached_property
     def _readers(self) -> tuple[PartReader, ...]:
-        """What reads the rows of the first base, then what reads columns that were added, oldest first."""
+        """Returns what reads the rows of the first base, then what reads columns that were added, oldest first."""
         return (*(self.base._readers if self.base else ()), self.parts)
 
     def _begin_hold(self) -> None:

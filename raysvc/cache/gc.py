@@ -1,4 +1,4 @@
-"""What may be removed from a cache root, and removing it.
+"""Decides what may be removed from a cache root, and removes it.
 
 1. List every folder. What cannot be read is named and left alone.
 2. Remove leftovers: receipts and losers' parts of finished entries, temporary files, old scans.
@@ -82,7 +82,7 @@ class GcFolder:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its source has no end, so that it never has a manifest."""
+        """Returns whether its source has no end, so that it never has a manifest."""
         return names.FOLLOWED in self.there and names.DELETING not in self.there
 
     @property
@@ -97,7 +97,7 @@ class GcFolder:
 
     @property
     def signs(self) -> list[Found]:
-        """What says that somebody uses or used it, newest last."""
+        """Returns what says that somebody uses or used it, newest last."""
         marks = (i for i in self.found if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name))
         return sorted(marks, key=lambda item: item.modified_s)
 
@@ -182,7 +182,7 @@ class GcVisit:
         return not (folder.is_finished or folder.is_followed) and folder.age_s() >= self.grace_s
 
     def is_shared(self, folder: GcFolder) -> bool:
-        """Whether an entry that adds columns to its rows, or a build of one, is there now."""
+        """Returns whether an entry that adds columns to its rows, or a build of one, is there now."""
         return any(self._is_there(name) for name in folder.sharers)
 
     def _is_there(self, name: str) -> bool:

@@ -34,7 +34,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Rows:
-    """What a run reads: the rows of K entries, by their addresses.
+    """Holds what a run reads: the rows of K entries, by their addresses.
 
     Args:
         entries: of one tokenizer; entry k is source k.

@@ -1,4 +1,4 @@
-"""Whether an entry is still what its builder wrote.
+"""Checks whether an entry is still what its builder wrote.
 
 Always true:
 - every byte that a reader can be given is read and compared;

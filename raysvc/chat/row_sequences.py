@@ -234,7 +234,7 @@ class RowSequences:
         return Carrier(columns, form.name, sources) if columns else None
 
     def _resolved(self, row: Mapping[str, Any]) -> Format:
-        """Of a spec that names it; else of a row."""
+        """Returns the format of a spec that names one, else that of a row."""
         form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
         if form.name not in ("text", "pretokenized"):
             self._tokenizer.check_repeats()

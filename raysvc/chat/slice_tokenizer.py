@@ -121,7 +121,7 @@ class SliceTokenizer:
 
     @property
     def spec(self) -> TextSpec:
-        """What decides tokens and mask; with the format and columns of the source once they are known."""
+        """Returns what decides tokens and mask; with the format and columns of the source once they are known."""
         return self._rows.spec
 
     @property
@@ -199,7 +199,7 @@ class SliceTokenizer:
             counter.read(num_read)
 
     def _passed(self, chunk: RowChunk) -> tuple[Kept, int]:
-        """What is written of a chunk, and how many rows of it were compared."""
+        """Returns what is written of a chunk, and how many rows of it were compared."""
         for stage in (
             self._encode,
             self._compare,
@@ -249,13 +249,13 @@ class SliceTokenizer:
             chunk.flat, chunk.tokens = shorter, self._tokens_of(shorter, texts_of(shorter))
 
     def _place_media(self, chunk: RowChunk) -> None:
-        """Where the tokens of media lie."""
+        """Find where the tokens of media lie."""
         if self.desk is not None and chunk.tokens is not None:
             cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
             chunk.media = place_media(chunk.flat, chunk.tokens, self.desk.processor, cut_at)
 
     def _cut(self, chunk: RowChunk) -> None:
-        """What is written: no faults, and nothing that is too long."""
+        """Choose what is written: no faults, and nothing that is too long."""
         assert chunk.tokens is not None
         kept = keep(chunk.tokens, chunk.numbers, self.spec, chunk.counter)
         after = np.diff(chunk.tokens.offsets)

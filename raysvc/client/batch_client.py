@@ -189,7 +189,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         self._feedback.report(known, row_ids, columns)
 
     def row_outcomes(self, first: int, stop: int) -> RowOutcomes:
-        """What was reported of the rows of the steps `first` to `stop - 1`; also before a restart.
+        """Returns what was reported of the rows of the steps `first` to `stop - 1`; also before a restart.
 
         Raises:
             ServerError: as `set_mixture_weights`.
@@ -265,7 +265,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
 
     @cached_property
     def _run_name(self) -> str:
-        """What names the files of this run."""
+        """Returns what names the files of this run."""
         from raysvc.actors.server.spec import ServeSpec
         from raysvc.rl.weights import run_of
 

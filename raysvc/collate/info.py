@@ -1,4 +1,4 @@
-"""What a driver may know of a mini-batch without its tensors.
+"""Defines what a driver may know of a mini-batch without its tensors.
 
 Axes: N real rows, R ranks.
 Always true:

@@ -1,1 +1,1 @@
-"""What a run is measured on beside its training rows, and what follows from it."""
+"""Evals measure a run on rows beside those that it trains, and decide what follows from that."""

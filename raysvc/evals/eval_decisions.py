@@ -1,4 +1,4 @@
-"""What a run does on what its evals say: `trainer.keep_best` and `trainer.stop_after`.
+"""Defines what a run does on what its evals say: `trainer.keep_best` and `trainer.stop_after`.
 
 1. After an eval its metric is compared with the lowest one before it.
 2. keep_best: where it is lower, the model is the best so far, and a checkpoint of it is written.
@@ -64,7 +64,7 @@ class LowestMetric:
 
 @dataclass(frozen=True)
 class EvalDecisions:
-    """What the evals of a run decided up to some step.
+    """Holds what the evals of a run decided up to some step.
 
     Attributes:
         best: of `trainer.keep_best`; None without it.
@@ -89,7 +89,7 @@ class EvalDecisions:
 
     @property
     def stops(self) -> bool:
-        """Whether the run is over."""
+        """Returns whether the run is over."""
         return self.progress is not None and self.progress.without >= self.patience
 
     @property

@@ -56,7 +56,7 @@ def job_of_eval(job: JobConfig, name: str) -> JobConfig:
 
 
 def eval_spec(job: JobConfig, name: str, entry: CacheEntry) -> EvalSpec:
-    """What a server needs of one of the job's evals.
+    """Returns what a server needs of one of the job's evals.
 
     Args:
         entry: of the job's own rows, some of which may be held out.

@@ -1,4 +1,4 @@
-"""What changes a plan while it is followed: other weights of a mixture, and rows that are left out, from a step on.
+"""Defines what changes a plan while it is followed: other weights of a mixture, and rows that are left out, from a step on.
 
 Axes: K sources.
 Always true:
@@ -35,7 +35,7 @@ MOST_ROWS = 100_000  # that one decision may leave out: it is read again at ever
 
 
 class Sources(NamedTuple):
-    """What the weights of a mixture need.
+    """Declares what the weights of a mixture need.
 
     Attributes:
         names: [K].
@@ -101,7 +101,7 @@ class Decision:
 
 
 def decision_of(request: Request, from_step: int, plan: Plan, sources: Sources | None) -> Decision:
-    """What is kept of a request.
+    """Returns what is kept of a request.
 
     Args:
         from_step: of the request, or what stands for None.

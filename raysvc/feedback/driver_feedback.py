@@ -27,10 +27,10 @@ Numbers = Sequence[int] | Sequence[str] | Sequence[float] | npt.NDArray[Any]
 
 
 class Sender(Protocol):
-    """What brings calls of a driver to its server."""
+    """Holds what brings calls of a driver to its server."""
 
     def after_commits(self, method: str, *args: Any) -> Any:
-        """What the server answers, when it has every commit that was made before."""
+        """Returns what the server answers, when it has every commit that was made before."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a trainer said back, on disk beside its leases.
+"""Keeps what a trainer said back, on disk beside its leases.
 
     decisions/000000000003.json                       one decision, see `raysvc.feedback.decision`
     outcomes/000000000042.3.120-139.<uid>-<digest>.arrow  outcomes of the rows of steps 120 to 139, when 3 decisions were known
@@ -89,7 +89,7 @@ class FeedbackLog:
         self._remove_oldest()
 
     def outcomes(self, first: int, stop: int, decisions: Sequence[Decision]) -> RowOutcomes:
-        """What counts of the steps `first` to `stop - 1`.
+        """Returns what counts of the steps `first` to `stop - 1`.
 
         Raises:
             StoreError: a report is damaged.

@@ -1,4 +1,4 @@
-"""What a driver says to its server, and hears of it: plain data, which load nothing of the plan.
+"""Defines what a driver says to its server, and hears of it: plain data, which load nothing of the plan.
 
 Axes: N rows.
 """
@@ -15,7 +15,7 @@ from raysvc.ragged import Int64s
 
 
 class Request(NamedTuple):
-    """What a driver asks for.
+    """Holds what a driver asks for.
 
     Attributes:
         call: differs between two calls, and is the same when one is repeated.
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class RowOutcomes(NamedTuple):
-    """What was reported of rows.
+    """Holds what was reported of rows.
 
     Attributes:
         steps: int64 [N], ascending.

@@ -202,7 +202,7 @@ class JobConfig(Section):
 
     @property
     def is_endless(self) -> bool:
-        """Whether all rows that a run begins with are of sources that are followed."""
+        """Returns whether all rows that a run begins with are of sources that are followed."""
         if self.mixture is None:
             return self.source.follow
         first = [each for each in self.mixture.sources.values() if not each.from_step and each.weight != 0]
@@ -221,7 +221,7 @@ class JobConfig(Section):
 
     @property
     def text(self) -> TextSpec:
-        """What decides the tokens of a row."""
+        """Returns what decides the tokens of a row."""
         return TextSpec(
             format=self.source.format,
             columns=self.source.columns,
@@ -264,7 +264,7 @@ class JobConfig(Section):
 
 
 def held_beside(job: JobConfig) -> list[dict[str, float]]:
-    """What a job's server and collators hold, beside its workers."""
+    """Returns what a job's server and collators hold, beside its workers."""
     server = [{"CPU": job.server.num_cpus}] if job.server.num_cpus else []
     return server + [{"CPU": 1.0}] * job.server.collators
 

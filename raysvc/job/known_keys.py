@@ -1,4 +1,4 @@
-"""What keys of other trainers are called in a job.
+"""Lists what keys of other trainers are called in a job.
 
 From `transformers.TrainingArguments`, TRL, axolotl and LLaMA-Factory. The table of docs/howto/keys.md is made from this one.
 
@@ -115,7 +115,7 @@ KNOWN_KEYS: dict[str, KnownKey] = {
 
 
 def advice_on(key: str) -> str | None:
-    """What to write in place of a key of another trainer, or None where it is not known."""
+    """Returns what to write in place of a key of another trainer, or None where it is not known."""
     found = KNOWN_KEYS.get(key)
     if found is None:
         return None

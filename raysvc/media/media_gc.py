@@ -56,7 +56,7 @@ def wait_for_removal(store: Store, timeout_s: float = STALE_S) -> None:
 
 
 def has_media(root: Iterable[Found]) -> bool:
-    """Whether a root holds any."""
+    """Returns whether a root holds any."""
     return any(item.is_folder and item.name == FOLDER for item in root)
 
 
@@ -89,7 +89,7 @@ def _removed(visit: GcVisit, folders: Sequence[GcFolder], remove_them: bool) -> 
 
 
 def _may_take_more(store: Store, folder: GcFolder) -> bool:
-    """Whether it is of a build that may refer to more media; the mark of a source that is followed tells whether its rows have any."""
+    """Returns whether it is of a build that may refer to more media; the mark of a source that is followed tells whether its rows have any."""
     if names.MANIFEST in folder.there:
         return False
     return not folder.is_followed or store.read(f"{folder.name}/{names.FOLLOWED}") != b"{}"
@@ -159,7 +159,7 @@ def _named_by(store: Store, folder: str, found: Iterable[Found]) -> list[str]:
 
 
 def _of_receipt(store: Store, path: str) -> list[str]:
-    """Of one slice; none where its receipt is damaged: the slice is made again, with its media."""
+    """Returns the media of one slice; none where its receipt is damaged: the slice is made again, with its media."""
     try:
         meta = Receipt.from_json(store.read(path), path).meta
     except EntryError:

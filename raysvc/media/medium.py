@@ -1,4 +1,4 @@
-"""What an entry says of the media of a row: three columns, one value each per row.
+"""Defines what an entry says of the media of a row: three columns, one value each per row.
 
 `media` is text, null for a row without: a JSON list with one object for each medium, in the order of the placeholders.
 `media_tokens` and `media_patches` are int32 sums over it, so that a plan can weigh rows without reading the text.

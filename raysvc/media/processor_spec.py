@@ -1,4 +1,4 @@
-"""Where the processor of a job's media is found: what travels to servers and clients, and loads no decoder."""
+"""Says where the processor of a job's media is found: what travels to servers and clients, and loads no decoder."""
 
 from __future__ import annotations
 

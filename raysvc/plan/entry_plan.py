@@ -46,7 +46,7 @@ from raysvc.row_ids import RowPlaces
 
 
 class PlannedEntry(SlicedEntry, Protocol):
-    """What a plan asks of an entry."""
+    """Declares what a plan asks of an entry."""
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of every row, int32 [N]."""
@@ -56,7 +56,7 @@ class PlannedEntry(SlicedEntry, Protocol):
 
 
 class CountedRows(PlannedEntry, Protocol):
-    """What the weights of a mixture ask of an entry."""
+    """Declares what the weights of a mixture ask of an entry."""
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +196,7 @@ def _patches(entries: Sequence[PlannedEntry]) -> npt.NDArray[np.int32] | None:
 
 
 def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) -> bool:
-    """Whether a plan numbers rows by slice: it does when one source is windowed.
+    """Returns whether a plan numbers rows by slice: it does when one source is windowed.
 
     Args:
         shuffles: as in `plan_of_entries`.
@@ -238,7 +238,7 @@ def _mixture(
 
 
 def _are_pairs(entries: Sequence[PlannedEntry]) -> bool:
-    """Whether the rows are pairs.
+    """Returns whether the rows are pairs.
 
     Raises:
         PlanError: some are, and some are not.

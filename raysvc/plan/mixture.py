@@ -55,7 +55,7 @@ class MixtureSource:
     slices: str = ""
 
     def identity(self) -> list[str | int]:
-        """What decides its groups and their order, as JSON."""
+        """Returns what decides its groups and their order, as JSON."""
         return [self.key, self.num_groups, *(one for one in (self.shuffle, self.slices) if one)]
 
 
@@ -164,7 +164,7 @@ class Mixture:
         return [(int(one[0]), int(one[1])) for one in np.concatenate(found, axis=1)[:, order].T]
 
     def identity(self) -> dict[str, Any]:
-        """What decides the stream, as JSON."""
+        """Returns what decides the stream, as JSON."""
         return {
             "sources": [source.identity() for source in self.sources],
             "stages": [[stage.first, list(stage.counts)] for stage in self.stages],

@@ -30,7 +30,7 @@ ENTRIES = "plan.entry_keys"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What one run left.
+    """Holds what one run left.
 
     Attributes:
         name: that no other run has.
@@ -52,7 +52,7 @@ class RunFacts:
 
 
 def read_runs(folders: Sequence[str]) -> list[RunFacts]:
-    """What the runs in some folders left.
+    """Returns what the runs in some folders left.
 
     Raises:
         ConfigError: one has trained nothing, or the same is named twice.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints, the row log, metrics, the summary.
+"""Keeps what a run leaves behind: checkpoints, the row log, metrics, the summary.
 
     <run_dir>/rows.jsonl         one line per optimizer step: which rows were applied
     <run_dir>/metrics.jsonl      one line per step: loss, tokens, times
@@ -86,7 +86,7 @@ class RunFolder:
 
     @property
     def evals(self) -> Path:
-        """What the evals said, and after which step."""
+        """Returns what the evals said, and after which step."""
         return self.path / "evals.jsonl"
 
     @property
@@ -222,7 +222,7 @@ class RunFolder:
             return draft.rename(self.path / "summary.json")
 
     def summary(self) -> dict[str, Any] | None:
-        """What `write_summary` wrote; None before a run has ended.
+        """Returns what `write_summary` wrote; None before a run has ended.
 
         Raises:
             StateMismatch: it is no summary any more.
@@ -287,10 +287,10 @@ def _sync(path: Path) -> None:
 
 
 def goal(job: JobConfig) -> dict[str, Any]:
-    """What makes a finished run the one that was asked for."""
+    """Returns what makes a finished run the one that was asked for."""
     return {"max_steps": job.trainer.max_steps, "epochs": job.plan.epochs}
 
 
 def is_over(state: Mapping[str, Any], job: JobConfig) -> bool:
-    """Whether a checkpoint with this state is the end of a job: it has all steps, or its evals stopped the run there."""
+    """Returns whether a checkpoint with this state is the end of a job: it has all steps, or its evals stopped the run there."""
     return state.get("done_for") == goal(job) or EvalDecisions.of(job.trainer, state).stops

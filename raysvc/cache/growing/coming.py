@@ -1,4 +1,4 @@
-"""What is known of an entry while slices of it are to come: what travels to whoever reads it meanwhile, and loads no reader."""
+"""Defines what is known of an entry while slices of it are to come: what travels to whoever reads it meanwhile, and loads no reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class GrowingSpec(BaseModel):
-    """What is known of an entry before it is built.
+    """Holds what is known of an entry before it is built.
 
     Attributes:
         key: of the recipe.
@@ -30,7 +30,7 @@ class GrowingSpec(BaseModel):
 
 
 class FollowedSpec(BaseModel):
-    """What is known of it before its source is looked at again.
+    """Holds what is known of it before its source is looked at again.
 
     Attributes:
         key: of the recipe, which names the first listing.

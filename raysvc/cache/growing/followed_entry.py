@@ -91,7 +91,7 @@ class FollowedEntry(GrowingEntry):
         return int(self._listings.ends[self._num_listings - 1]) if self._num_listings else 0
 
     def knows(self, num_groups: int) -> bool:
-        """Whether the listings have so many rows of the source; looks for new ones, twice a second at most."""
+        """Returns whether the listings have so many rows of the source; looks for new ones, twice a second at most."""
         if self.num_known < num_groups and time.monotonic() - self._looked_s > MOST_LOOK_S / 2:
             self.look()
         return self.num_known >= num_groups

@@ -69,7 +69,7 @@ class GrowingEntry(Entry):
         return sum(part.num_tokens for part in self.parts.parts)
 
     def has(self, slices: Sequence[int]) -> bool:
-        """Whether all of these slices are finished."""
+        """Returns whether all of these slices are finished."""
         return self.receipts.has(slices)
 
     def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -89,7 +89,7 @@ class GrowingEntry(Entry):
         return self.receipts.wait_for(slices)
 
     def is_finished(self) -> bool:
-        """Whether there is a manifest by now."""
+        """Returns whether there is a manifest by now."""
         return names.MANIFEST in {item.name for item in self.store.scan(self.folder, names.MANY)}
 
     def first_row(self) -> int:

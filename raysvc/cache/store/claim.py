@@ -96,7 +96,7 @@ class Owner:
         return f"{self.role} {self.name!r} (process {self.pid} on {self.host}{where})"
 
     def same_actor(self, other: Owner) -> bool:
-        """Whether both bear the same name in the same namespace."""
+        """Returns whether both bear the same name in the same namespace."""
         return bool(self.namespace) and (self.role, self.name, self.namespace) == (
             other.role,
             other.name,
@@ -239,7 +239,7 @@ class Claim:
             log.warning("takes over url=%s from=%s", self._store.url, theirs)
 
     def _judge(self, theirs: Owner | None) -> tuple[bool, float | None]:
-        """Whether an owner is gone for good, and after how long it is believed that it is not; None: nobody can tell."""
+        """Returns whether an owner is gone for good, and after how long it is believed that it is not; None: nobody can tell."""
         mine = self.owner
         if theirs is None:
             return False, None
@@ -289,7 +289,7 @@ class Claim:
 
 
 class _Signs:
-    """What a listing of `owners` says."""
+    """Holds what a listing of `owners` says."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = [name for name in names if name.split(".")[0].isdigit()]
@@ -334,7 +334,7 @@ class OwnedStore:
         return self.store.url
 
     def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
-        """What lies directly in a folder."""
+        """Returns what lies directly in a folder."""
         self.claim.take()
         return self.store.scan(folder, few_of)
 

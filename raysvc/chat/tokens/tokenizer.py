@@ -82,7 +82,7 @@ class LoadedTokenizer:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template sees beside messages and tools."""
+        """Returns what the template sees beside messages and tools."""
         return {**self.hf.special_tokens_map, **self.config.template_kwargs}
 
     @cached_property
@@ -137,7 +137,7 @@ class LoadedTokenizer:
     def reference_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
     ) -> list[int]:
-        """What `apply_chat_template` gives: the truth that everything else is compared with.
+        """Returns what `apply_chat_template` gives: the truth that everything else is compared with.
 
         Args:
             messages: of one conversation.
@@ -159,14 +159,14 @@ class LoadedTokenizer:
         return self._apply(name, messages, tools=tools, **options)
 
     def fit(self, has_tools: bool) -> TemplateFit:
-        """What the template of a row takes; asked once."""
+        """Returns what the template of a row takes; asked once."""
         name = self.template_name(has_tools)
         if name not in self._fits:
             self._fits[name] = TemplateFit.of(partial(self._probed, name))
         return self._fits[name]
 
     def hides_role(self, role: str, has_tools: bool) -> bool:
-        """Whether the template of a row leaves messages of this role out without a word; asked once."""
+        """Returns whether the template of a row leaves messages of this role out without a word; asked once."""
         name = self.template_name(has_tools)
         if (name, role) not in self._hidden:
             asked_in = in_parts if self.fit(has_tools).only_parts else list
@@ -213,7 +213,7 @@ class LoadedTokenizer:
         return free
 
     def identity(self) -> dict[str, Any]:
-        """What decides the bytes, as JSON."""
+        """Returns what decides the bytes, as JSON."""
         return {
             "content_sha256": hashlib.sha256(self.content()).hexdigest(),
             "special_tokens": {key: str(value) for key, value in sorted(self.hf.special_tokens_map.items())},
