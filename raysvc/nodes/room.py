@@ -24,6 +24,7 @@ Node = Mapping[str, Any]
 
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 SAY_EVERY_S = 5.0
+LOG_EVERY_S = 30.0
 DECIDES_WITHIN_S = 2.0
 MOST_ASKED = 64  # sets of labels; Ray itself finds out about the rest
 MOST_SHOWN = 8
@@ -185,6 +186,7 @@ class RoomWatch:
         self._say, self._on_room = say, on_room
         self._since = self._next = time.monotonic()
         self._seen: Set[str] = frozenset()  # ids of the nodes that `on_room` has looked at
+        self._logged, self._logged_at = "", 0.0
         self._had_room: Set[str] | None = None  # all nodes, when there was room; None while there is none
 
     def check(self) -> None:
@@ -204,7 +206,11 @@ class RoomWatch:
             return
         nodes = f" with {_text(self._selector)}" if self._selector else ""
         told = f"{missing} (asked for {amounts(self._need)}{nodes})"
-        log.warning("waiting for more nodes for=%r since=%.0fs: %s", self._where, now - self._since, told)
+        if (
+            told != self._logged or now - self._logged_at >= LOG_EVERY_S
+        ):  # whoever watches `say` reads it there
+            self._logged, self._logged_at = told, now
+            log.warning("waiting for more nodes for=%r since=%.0fs: %s", self._where, now - self._since, told)
         self._say(f"waiting for more nodes: {told}")
 
 

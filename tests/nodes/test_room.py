@@ -64,8 +64,11 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     watch = RoomWatch("workers", {"CPU": 1}, {"zone": "mars"}, said.append, seen)
     watch.check()
     watch.check()
+    assert len(caplog.messages) == 1, "the log says it less often"
+    monkeypatch.setattr(room, "LOG_EVERY_S", 0.0)
+    watch.check()
     text = "no node has zone=mars; nodes have zone=a, zone=b (asked for 1 CPU with zone=mars)"
-    assert said == [f"waiting for more nodes: {text}"] * 2
+    assert said == [f"waiting for more nodes: {text}"] * 3
     assert [message.endswith(text) for message in caplog.messages] == [True, True]
     nodes = [*room.living_nodes(), node("m", {"zone": "mars"})]
     monkeypatch.setattr(room, "living_nodes", lambda: nodes)
@@ -74,13 +77,13 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     )
     for _ in range(3):
         watch.check()
-    assert (len(said), there) == (2, [set()]), "the places are tried once, when a node has come"
+    assert (len(said), there) == (3, [set()]), "the places are tried once, when a node has come"
     before = {one["NodeID"] for one in nodes}
     nodes.append(node("late", {"zone": "mars"}))
     monkeypatch.setattr(room, "no_room", lambda bundles, selector: None)
     for _ in range(3):
         watch.check()
-    assert (len(said), there) == (2, [set(), before]), "and once on those that come later"
+    assert (len(said), there) == (3, [set(), before]), "and once on those that come later"
     nodes.pop()
     watch.check()
     assert len(there) == 2, "a node that goes is no news"
@@ -90,7 +93,7 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     for _ in range(4):
         watch.check()
     assert (
-        said[2:]
+        said[3:]
         == ["waiting for more nodes: needs 1 CPU, the cluster has 0 (asked for 1 CPU with zone=mars)"] * 2
     ), "unless it leaves no room"
     assert len(there) == 2
