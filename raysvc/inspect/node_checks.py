@@ -29,7 +29,9 @@ def facts_of(
     """Facts by node, and why the others did not answer; what this machine finds wrong with a place counts too."""
     names = {node["NodeID"]: label(node) for node in nodes}
     found = ask_nodes(nodes, facts_of_this_node, places, timeout_s=ANSWER_TIMEOUT_S)
-    late = dict.fromkeys(found.late, f"no answer in {ANSWER_TIMEOUT_S:.0f} s")
+    late = dict.fromkeys(found.late, f"no answer in {ANSWER_TIMEOUT_S:.0f} s") | dict.fromkeys(
+        found.gone, "it is gone"
+    )
     for node, facts in found.given.items():
         for place in places:
             facts.access[place.name] = facts.access[place.name] or place.try_here(node)

@@ -2,7 +2,8 @@
 
 Always true:
 - every node is asked at the same time, and one that does not answer costs no more than the time limit;
-- a task that fails is not tried again.
+- a task that fails is not tried again;
+- a node that is lost meanwhile has not failed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ class Answers(NamedTuple):
     Attributes:
         given: answers.
         late: nodes that did not answer in time.
+        gone: nodes that are lost.
         failed: why others could not.
     """
 
     given: dict[str, Any]
     late: list[str]
+    gone: list[str]
     failed: dict[str, str]
 
 
@@ -56,7 +59,7 @@ def ask_nodes(
     while len(ready) < len(refs) and (left_s := until - time.monotonic()) > 0:
         check()
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=min(left_s, 0.2))
-    answers = Answers({}, [], {})
+    answers = Answers({}, [], [], {})
     for name, ref in refs.items():
         if ref not in ready:
             answers.late.append(name)
@@ -64,6 +67,8 @@ def ask_nodes(
             continue
         try:
             answers.given[name] = ray.get(ref)
+        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError):
+            answers.gone.append(name)
         except ray.exceptions.RayError as error:
             answers.failed[name] = str(error).strip().splitlines()[-1]
     return answers

@@ -6,7 +6,7 @@ ways (`raysvc.nodes.place`). The node of this process is not asked: what it sees
 Always true:
 - nothing is asked where this process is on the only node that may do the work;
 - one error names every node and path, and says what to do, whoever needs it;
-- a node that does not answer in time is told, and the work goes on: it may only be busy.
+- a node that does not answer in time is told, and the work goes on: it may only be busy; so it does without one that is lost.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raysvc.errors import NodeError
 from raysvc.nodes.place import MARK, SharedFile, SharedFolder, SharedModel
@@ -89,3 +90,17 @@ def test_a_node_that_has_another_view_is_refused_and_this_one_is_not_asked(
         os.close(private)
     assert list(tmp_path.iterdir()) == []
     nodes_see([partial(SharedFolder.open, "cache.root", str(tmp_path))], living_nodes())
+
+
+def test_work_goes_on_without_a_node_that_is_lost_while_it_is_asked(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = living_nodes()[0]
+    opening = partial(SharedFolder.open, "cache.root", str(tmp_path))
+    nodes_see([opening], [{**here, "NodeID": "ab" * 28}, here])  # lost before it was asked
+
+    def lost(ref: Any) -> Any:
+        raise ray.exceptions.NodeDiedError("Task failed because the node it was running on is dead")
+
+    monkeypatch.setattr(ray, "get", lost)
+    nodes_see([opening], [here])
