@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from .machines import NAMESPACES
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 LAB = Path(__file__).with_name("autoscaling_lab.py")
-# Ray's cluster class ends every Ray that it can see, so it must see its own alone
-NAMESPACES = ["unshare", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-child"]
 NETWORK = (
     "ip link set lo up; ip link add v0 type veth peer name v1; ip addr add 10.88.0.1/24 dev v0;"
     "ip link set v0 up; ip link set v1 up; ip route add default via 10.88.0.2;"
