@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,11 +154,13 @@ def entry_or_build(
     """
     from raysvc.builds.build_beside import find_or_begin
     from raysvc.evals.eval_entries import check_evals
+    from raysvc.scoring.columns_beside import ColumnsBeside, columns_wait
     from raysvc.scoring.job_columns import wanted_of, with_columns
 
     check_evals(job)  # before a row is tokenized
-    columns = {name: None for _, wanted in wanted_of(job).values() for one in wanted for name in one.columns}
-    entry, build = find_or_begin(job, list(columns), address, progress)
+    with_them = partial(ColumnsBeside, address=address, progress=progress)
+    made = with_them if any(wanted for _, wanted in wanted_of(job).values()) else None
+    entry, build = find_or_begin(job, columns_wait(job), address, progress, made)
     return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raysvc.cache.growing.coming import FollowedSpec, GrowingSpec
+from raysvc.cache.growing.coming import Coming
 from raysvc.collate.info import MiniBatchInfo, info_of_plain
 from raysvc.job.config import PlanConfig
 from raysvc.media.processor_spec import ProcessorSpec
@@ -93,7 +93,7 @@ class SourceSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     uri: str
-    coming: GrowingSpec | FollowedSpec | None = Field(
+    coming: Coming | None = Field(
         default=None,
         description="What is known of an entry that was not finished when the server was started.",
     )

@@ -47,19 +47,24 @@ RATES = ("rows/s", "tokens/s", "MB/s")
 
 
 def find_or_begin(
-    job: JobConfig, computed: Sequence[str], address: str | None, progress: Progress
+    job: JobConfig,
+    columns_wait: str,
+    address: str | None,
+    progress: Progress,
+    made: Callable[[JobConfig, Sequence[Lookup]], BuildBeside] | None = None,
 ) -> tuple[CacheEntry, BuildBeside | None]:
     """The entries of a job; where one of them is to grow while it is read, also its build, which nobody has started.
 
     Args:
-        computed: columns that a model computes.
+        columns_wait: why columns that a model computes are computed of finished rows; "" where they are not.
+        made: makes the build; None: `BuildBeside`.
 
     Raises:
         UserMistake: as `raysvc.builds.find_or_build.find_or_build`.
     """
     join(job, address)
     windowed = windowed_sources(job)
-    at_the_end = known_at_the_end(job, computed)
+    at_the_end = known_at_the_end(job) or columns_wait
     looked, found = [], []
     for (name, each), has_window in zip(jobs_of(job).items(), windowed, strict=True):
         looked.append(look(each, default_root(each.cache.root), name))
@@ -74,7 +79,7 @@ def find_or_begin(
     entries = [one.entry for one in found if one.entry is not None]
     if len(entries) == len(found):
         return as_one(job, looked, entries), None
-    growing = BuildBeside(job, found)
+    growing = (made or BuildBeside)(job, found)
     if job.mixture is not None and job.mixture.by == "tokens":
         growing.make_sample(progress)
     return growing.entry, growing
@@ -87,16 +92,12 @@ def windowed_sources(job: JobConfig) -> list[bool]:
     return [is_windowed(each.shuffle or job.plan.shuffle) for each in job.mixture.sources.values()]
 
 
-def known_at_the_end(job: JobConfig, computed: Sequence[str]) -> str:
-    """Why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan or rows need what is known only at the
-    end; "" where nothing does.
-
-    Args:
-        computed: columns that a model computes.
-    """
+def known_at_the_end(job: JobConfig) -> str:
+    """Why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan needs what is known only at the end; ""
+    where it does not."""
     if (held := held_share(job)) is not None:
         return f"evals.{held.name}.share needs the prompts of all rows"
-    return f"a model computes {', '.join(computed)} of all rows" if computed else ""
+    return ""
 
 
 class BuildBeside:

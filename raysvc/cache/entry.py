@@ -270,6 +270,10 @@ class Entry:
         """
         return 0.0
 
+    def is_finished(self) -> bool:
+        """Whether there is a manifest by now."""
+        return True
+
     def fail(self, why: str) -> None:
         """Nobody builds any more: whoever waits for a slice is told why. "": somebody builds again."""
 

@@ -99,19 +99,23 @@ def refuse_media(wanted: WantedColumns, base: Entry) -> None:
         ConfigError: some have media.
     """
     if PATCHES in base.columns and (seen := np.count_nonzero(base.row_values(PATCHES))):
-        what = f"{seen} of the {base.num_rows} rows have media, and a model would read their text alone"
-        remedy = "compute the columns with the model's own processor, and carry them: source.carry"
-        raise ConfigError(f"enrich.{wanted.kind}", what, remedy)
+        raise rows_with_media(wanted, f"{seen} of the {base.num_rows} rows")
+
+
+def rows_with_media(wanted: WantedColumns, which: str) -> ConfigError:
+    """The refusal of rows whose text alone means something else."""
+    remedy = "compute the columns with the model's own processor, and carry them: source.carry"
+    what = f"{which} have media, and a model would read their text alone"
+    return ConfigError(f"enrich.{wanted.kind}", what, remedy)
 
 
 def check_models(plan: EnrichPlan, base: Entry) -> None:
     """Refuse what would compute numbers of other tokens, or none.
 
     Raises:
-        ConfigError: a model has another tokenizer, too few entries or too few positions.
+        ConfigError: a model has another tokenizer, or too few entries.
     """
     vocab_size = vocab_size_of(base)
-    longest = int(base.lengths().max(initial=0))
     if plan.wanted.top_k > vocab_size:
         what = f"{plan.wanted.top_k} is above the {vocab_size} entries of the tokenizer"
         raise ConfigError("enrich.teacher.top_k", what, "give fewer")
@@ -121,11 +125,22 @@ def check_models(plan: EnrichPlan, base: Entry) -> None:
         if model.vocab_size < vocab_size and (kept is None or model.tokenizer is None):
             what = f"has {model.vocab_size} entries, the tokenizer of the rows {vocab_size}"
             raise ConfigError(where, what, "give a model of the same tokenizer")
-        if model.max_tokens is not None and longest > model.max_tokens:
-            what = f"has {model.max_tokens} positions, the longest row {longest} tokens"
-            raise ConfigError(where, what, f"give max_length: {model.max_tokens}, or a model that reads more")
         if kept is not None and model.tokenizer is not None and kept != model.tokenizer:
             _compare(where, kept, model.tokenizer)
+
+
+def check_longest(plan: EnrichPlan, num_tokens: int) -> None:
+    """Refuse a row of so many tokens.
+
+    Raises:
+        ConfigError: a model has too few positions.
+    """
+    for value, name in plan.wanted.models.items():
+        most = plan.models[name].max_tokens
+        if most is not None and num_tokens > most:
+            what = f"has {most} positions, the longest row {num_tokens} tokens"
+            remedy = f"give max_length: {most}, or a model that reads more"
+            raise ConfigError(f"{key_of(plan.wanted, value)}: {name}", what, remedy)
 
 
 def _compare(where: str, kept: bytes, other: bytes) -> None:

@@ -9,11 +9,13 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow.compute as pc
 
 from raysvc.builds.build import held_generation
@@ -21,21 +23,31 @@ from raysvc.builds.build_progress import source_tag
 from raysvc.builds.find_or_build import run
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.growing.added_entry import of_rows
 from raysvc.cache.use_marker import Hold, share, this_process
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import ConfigError
+from raysvc.media.medium import PATCHES
 from raysvc.metrics import record
 from raysvc.pipelines.row_slices import RowSlice, row_slices
 from raysvc.progress import Progress, Tick, silent
-from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns, refuse_media, vocab_size_of
+from raysvc.scoring.enrich_plan import (
+    EnrichPlan,
+    check_longest,
+    check_models,
+    plan_columns,
+    refuse_media,
+    rows_with_media,
+    vocab_size_of,
+)
 from raysvc.scoring.explain_columns import why_not_there
 
 if TYPE_CHECKING:
     from raysvc.builds.places import Check
     from raysvc.cache.entry import Entry
     from raysvc.cache.manifest import Receipt
-    from raysvc.job.config import JobConfig
-    from raysvc.pipelines.enrich import EnrichTask
+    from raysvc.job.config import JobConfig, PoolConfig
+    from raysvc.pipelines.enrich import ColumnComputer, EnrichTask
     from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.scoring.wanted import WantedColumns
 
@@ -63,6 +75,7 @@ def find_or_enrich(
     record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else why_not_there(base, plan)[0]
     check_models(plan, base)
+    check_longest(plan, int(base.lengths().max(initial=0)))
     with Hold(base.store, base.folder, this_process()):
         _check_values(wanted, base)
         base.store.probe()
@@ -71,7 +84,7 @@ def find_or_enrich(
         with hold:
             writer = EntryWriter(base.store, plan.key, generation)
             share(base.store, base.folder, writer.folder)  # before hours of work, and again at the end
-            return _EnrichBuild(job, base, plan, writer, progress).entry(address), False, reason
+            return EnrichBuild(job, base, plan, writer, progress).entry(address), False, reason
 
 
 def planned(job: JobConfig, base: Entry, wanted: WantedColumns, progress: Progress = silent) -> EnrichPlan:
@@ -103,18 +116,25 @@ def _check_values(wanted: WantedColumns, base: Entry) -> None:
         raise no_model(wanted.by, unknown[0], wanted.models)
 
 
-class _EnrichBuild:
-    """One process's share of the work: from what is finished to the manifest; see `raysvc.builds.build.Resumable`."""
+class EnrichBuild:
+    """One process's share of the work: from what is finished to the manifest; see `raysvc.builds.build.Resumable`.
+
+    Args:
+        base: the rows, finished or to come.
+        writer: of the entry with the columns.
+    """
 
     name = ""
     left: Sequence[RowSlice] = ()
 
     def __init__(
-        self, job: JobConfig, base: Entry, plan: EnrichPlan, writer: EntryWriter, progress: Progress
+        self, job: JobConfig, base: Entry, plan: EnrichPlan, writer: EntryWriter, progress: Progress = silent
     ) -> None:
         self.job, self.base, self.plan, self.writer, self.progress = job, base, plan, writer, progress
-        self._slices = row_slices(base.lengths(), plan.wanted.bytes_per_token)
+        self._slices: Sequence[RowSlice] = ()  # by `start`
+        self._of_rows: Sequence[Mapping[str, Any]] | None = None  # they are those of the rows
         self._done: dict[int, Receipt] = {}
+        self._compute: ColumnComputer | None = None  # of this process
         self._begin = time.perf_counter()
 
     def entry(self, address: str | None) -> Entry:
@@ -128,11 +148,21 @@ class _EnrichBuild:
             return run([self], self._in_this_process)[0]
 
     def start(self, needed: Collection[int] | None = None) -> None:
-        """Look at what is computed."""
+        """Look at what is computed; who has computed columns while rows came has cut them as the rows are."""
         from raysvc.pipelines.enrich import split_computed
 
-        self._done, self.left = split_computed(self.writer, self._slices)
+        self._slices = slices_of_rows = self._slices_of_rows()
+        self._of_rows = of_rows(self.base)
+        self._done, self.left = split_computed(self.writer, slices_of_rows, self._of_rows)
+        if not self._done:
+            self._slices = row_slices(self.base.lengths(), self.plan.wanted.bytes_per_token)
+            self._of_rows = None
+            self._done, self.left = split_computed(self.writer, self._slices)
         self._meter = _Meter(self.progress, self._slices, self._done.values())
+
+    def _slices_of_rows(self) -> list[RowSlice]:
+        counts = np.diff(self.base.slice_starts).tolist()
+        return [RowSlice(index, 0, rows) for index, rows in enumerate(counts)]
 
     @property
     def is_complete(self) -> bool:
@@ -151,21 +181,74 @@ class _EnrichBuild:
         Raises:
             ConfigError: a model is another one now.
         """
-        receipts = [self._done[piece.index] for piece in self._slices]
-        self._check_unchanged()
-        report = self._report(receipts, time.perf_counter() - self._begin)
-        self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
+        entry = self.commit([self._done[piece.index] for piece in self._slices], self._begin)
         self._meter.finish()
+        return entry
+
+    def commit(self, receipts: Sequence[Receipt], began_s: float) -> Entry:
+        """Write the manifest over a finished base, and open the finished entry.
+
+        Args:
+            receipts: of all slices.
+            began_s: by `time.perf_counter`.
+
+        Raises:
+            ConfigError: a model is another one now.
+        """
+        self._check_unchanged()
+        report = self._report(receipts, time.perf_counter() - began_s)
+        self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
         return open_entry(self.writer.uri, self.job.cache.storage_options)
+
+    def computed(
+        self,
+        pieces: Sequence[RowSlice],
+        slices: Sequence[Mapping[str, Any]],
+        workers: PoolConfig | None,
+        check: Check,
+    ) -> Iterator[Receipt]:
+        """Compute slices of rows that are there, of a base that grows, and yield their receipts.
+
+        Args:
+            slices: what receipts say of each slice.
+            workers: of a cluster that this process has joined, for what is much; None: there are none.
+            check: is called between slices; what it raises ends that.
+
+        Raises:
+            ConfigError: a row is longer than a model reads, or has no model.
+        """
+        from raysvc.pipelines.enrich import compute_slice, receipts_of
+        from raysvc.pipelines.local_build import CLUSTER_S
+        from raysvc.pipelines.slice_graph import WorkerPool
+
+        for piece in pieces:
+            if PATCHES in self.base.columns and self.base.slice_values(PATCHES, piece.index).any():
+                raise rows_with_media(self.plan.wanted, f"rows of slice {piece.index}")
+        lengths = [self.base.slice_lengths(piece.index) for piece in pieces]
+        check_longest(self.plan, max(int(one.max(initial=0)) for one in lengths))
+        task = replace(self._task("cpu"), slices=slices)
+        if workers is not None and self._alone_s(sum(int(one.sum()) for one in lengths)) >= CLUSTER_S:
+            for _, receipt in receipts_of(task, pieces, WorkerPool.of(workers)):
+                check()
+                yield receipt
+            return
+        self._compute = self._compute or task.load()
+        for piece in pieces:
+            check()
+            yield compute_slice(task, self._compute, piece)
 
     def _is_small(self) -> bool:
         """Returns whether this process computes what is left before a worker of a cluster would have begun."""
         from raysvc.pipelines.local_build import CLUSTER_S
 
         share = sum(piece.num_rows for piece in self.left) / max(self.base.num_rows, 1)
-        parameters = sum(model.num_bytes for model in self.plan.models.values()) / 2
-        alone_s = 2 * parameters * self.base.num_tokens * share / FLOPS_PER_S
+        alone_s = self._alone_s(self.base.num_tokens * share)
         return self.job.trainer.device != "cuda" and self.job.workers.min == 1 and alone_s < CLUSTER_S
+
+    def _alone_s(self, num_tokens: float) -> float:
+        """How long this process computes the columns of so many tokens."""
+        parameters = sum(model.num_bytes for model in self.plan.models.values()) / 2
+        return 2 * parameters * num_tokens / FLOPS_PER_S
 
     def _say_another(self) -> None:
         self.progress(Tick("enrich", 0, None, "rows", waiting="another process computes this entry"))
@@ -228,7 +311,7 @@ class _EnrichBuild:
             seed=self.job.trainer.seed,
             device=device,
         )
-        return EnrichTask(self.base, self.writer, partial(RowScorer, spec))
+        return EnrichTask(self.base, self.writer, partial(RowScorer, spec), self._of_rows)
 
     def _check_unchanged(self) -> None:
         """Refuse weights that were written over while they were read.

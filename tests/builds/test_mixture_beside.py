@@ -349,7 +349,7 @@ def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
         load_job(windowed(tmp_path, sample, "scored", "cache", **model)), None, silent
     )
     assert (build, entry.rows.num_rows > 0) == (None, True)
-    why = "a model computes ref_logprobs of all rows"
+    why = "a model computes ref_logprobs of all rows where the job trains (trainer.device: cpu computes them beside it)"
     assert waits(caplog) == [f"the first step waits until all of the source is tokenized: {why}"]
     entry_or_build(
         load_job(windowed(tmp_path, sample, "full", "other", plan={"batch_size": 8})), None, silent

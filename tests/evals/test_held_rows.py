@@ -253,6 +253,6 @@ def test_a_share_waits_for_all_rows_and_another_share_is_another_run(
     sample: dict[str, str], tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, sample, {"path": sample["rows"]})
-    assert known_at_the_end(job, []) == "evals.held.share needs the prompts of all rows"
+    assert known_at_the_end(job) == "evals.held.share needs the prompts of all rows"
     other = job_of(tmp_path, sample, {"path": sample["rows"]}, evals={"held": {"share": 0.1}})
     assert job.run_dir != other.run_dir

@@ -51,3 +51,28 @@ class FollowedSpec(BaseModel):
     def has_end(self) -> bool:
         """Never."""
         return False
+
+
+class AddedSpec(BaseModel):
+    """What is known of columns that are computed while the slices of their rows come.
+
+    Attributes:
+        key: of the recipe.
+        recipe: that of the rows, with what is added.
+        folder: of the rows.
+        base: what is known of the rows.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    key: str
+    recipe: dict[str, Any]
+    folder: str
+    base: GrowingSpec | AddedSpec
+
+    @property
+    def has_end(self) -> bool:
+        """As of the rows."""
+        return self.base.has_end
+
+
+Coming = GrowingSpec | FollowedSpec | AddedSpec

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,9 @@ class GrowingEntry(Entry):
             copies,
             starts,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.store, self.folder, self.coming)
 
     @property
     def num_rows(self) -> int:

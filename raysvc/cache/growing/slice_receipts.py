@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -40,18 +40,25 @@ class SliceReceipts:
         store, folder: of the entry.
         source_rows: of the source, in each slice.
         contents: digest of what each slice holds, as its identity has it.
+        are_added: the parts are columns of the rows of another entry.
 
     Attributes:
         columns: name -> type; those of every entry until a slice is finished.
     """
 
     def __init__(
-        self, store: Store, folder: str, source_rows: Sequence[int], contents: Sequence[str]
+        self,
+        store: Store,
+        folder: str,
+        source_rows: Sequence[int],
+        contents: Sequence[str],
+        *,
+        are_added: bool = False,
     ) -> None:
-        self._store, self._folder = store, folder
+        self._store, self._folder, self._are_added = store, folder, are_added
         self._wanted: list[dict[str, Any]] = []
         self.extend(source_rows, contents)
-        self.columns = dict(REQUIRED)
+        self.columns = {} if are_added else dict(REQUIRED)
         self._lock = threading.Lock()  # guards the lines below; held while the folder is looked at
         self._parts: dict[int, PartInfo] = {}  # by receipts
         self._finished: Sequence[PartInfo] = ()  # by the manifest, once there is one
@@ -61,14 +68,12 @@ class SliceReceipts:
 
     def extend(self, source_rows: Sequence[int], contents: Sequence[str]) -> None:
         """More slices, behind those that are known."""
-        begin = self._wanted[-1]["first_row"] + self._wanted[-1]["num_rows"] if self._wanted else 0
-        firsts = accumulate(source_rows, initial=begin)
-        self._wanted += [
-            {"index": index, "first_row": first, "num_rows": rows, "bytes": content}
-            for index, (first, rows, content) in enumerate(
-                zip(firsts, source_rows, contents, strict=False), start=len(self._wanted)
-            )
-        ]
+        self._wanted += slices_of(source_rows, contents, self._wanted[-1:])
+
+    @property
+    def wanted(self) -> Sequence[Mapping[str, Any]]:
+        """What the receipt of each slice says that it is of."""
+        return self._wanted
 
     @property
     def num_slices(self) -> int:
@@ -125,14 +130,16 @@ class SliceReceipts:
         self.wait_until(lambda: self.has(slices), f"slices {', '.join(map(str, slices[:8]))}")
         return time.monotonic() - begin
 
-    def refuse_another_cut(self, manifest: Manifest, where: str) -> None:
+    def refuse_another_cut(self, source_rows: Sequence[int] | None, where: str) -> None:
         """Refuse a finished entry of other slices: its rows have other numbers.
+
+        Args:
+            source_rows: of its slices; None: it does not tell.
 
         Raises:
             EntryError: it has.
         """
-        rows = manifest.source_rows
-        if rows is None or list(rows) != [slice_["num_rows"] for slice_ in self._wanted]:
+        if source_rows is None or list(source_rows) != [slice_["num_rows"] for slice_ in self._wanted]:
             what = "was finished by a builder that cut the source into other slices"
             raise EntryError(where, what, "give both jobs the same workers.slice_mb, and run this one again")
 
@@ -238,8 +245,31 @@ class SliceReceipts:
 
     def _take_manifest(self) -> None:
         """Called under the lock."""
-        manifest = Manifest.read(self._store, self._folder)
-        self.refuse_another_cut(manifest, f"{self.where}/{names.MANIFEST}")
+        manifest, where = Manifest.read(self._store, self._folder), f"{self.where}/{names.MANIFEST}"
+        if not self._are_added:
+            rows = manifest.source_rows
+            self.refuse_another_cut(None if rows is None else list(rows), where)
+        elif len(manifest.parts) != len(self._wanted):
+            what = "was finished by a builder that cut the rows into other slices"
+            raise EntryError(where, what, "run the job again")
         self.columns.update(manifest.columns)
         self._finished = manifest.parts
         self._is_finished = True
+
+
+def slices_of(
+    source_rows: Sequence[int], contents: Sequence[str], last: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """What a receipt says of each slice that it is of.
+
+    Args:
+        last: what it says of the slice before the first of them.
+    """
+    begin, number = (last[-1]["first_row"] + last[-1]["num_rows"], last[-1]["index"] + 1) if last else (0, 0)
+    firsts = accumulate(source_rows, initial=begin)
+    return [
+        {"index": index, "first_row": first, "num_rows": rows, "bytes": content}
+        for index, (first, rows, content) in enumerate(
+            zip(firsts, source_rows, contents, strict=False), start=number
+        )
+    ]

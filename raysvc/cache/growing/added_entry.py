@@ -1,0 +1,109 @@
+"""Columns that are computed while the slices of their rows come: as an entry that adds columns to a finished one.
+
+Axes: S slices.
+Always true:
+- a slice is there when its rows and its columns are; what is served of it is what the finished entry will have;
+- a row has the number that its rows have;
+- when both are finished, all is read from the parts that their manifests name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache import names
+from raysvc.cache.entry import Entry
+from raysvc.cache.growing.coming import AddedSpec
+from raysvc.cache.growing.growing_entry import Parts
+from raysvc.cache.growing.slice_receipts import SliceReceipts, slices_of
+from raysvc.cache.local.part_cache import PartCopies
+from raysvc.cache.local.part_reader import PartReader
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.store.store import Store
+from raysvc.row_ids import slice_base
+
+
+class AddedEntry(Entry):
+    """One generation of a key whose columns somebody computes, or has just computed."""
+
+    base: Entry
+
+    def __init__(
+        self, store: Store, folder: str, spec: AddedSpec, base: Entry, copies: PartCopies | None = None
+    ) -> None:
+        """Nothing is read.
+
+        Args:
+            store, folder: where the columns are computed.
+            spec: what is known of them.
+            base: the rows, to be read while they come.
+            copies: as in `Entry`.
+        """
+        self.coming = spec
+        rows = base.source_rows.tolist()
+        self.receipts = SliceReceipts(store, folder, rows, [base.key] * len(rows), are_added=True)
+        manifest = Manifest(spec.key, (), self.receipts.columns, spec.recipe, dict(base.report))
+        super().__init__(store, folder, manifest, copies, base)
+
+    def _part_reader(self, copies: PartCopies | None) -> PartReader:
+        starts = self.base.slice_starts
+        return PartReader(
+            self.store, self.folder, Parts(self.receipts), self.receipts.columns, copies, starts
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AddedEntry, (self.store, self.folder, self.coming, self.base)
+
+    @property
+    def num_rows(self) -> int:
+        """As of its base: rows of the source."""
+        return self.base.num_rows
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all slices; waits for their rows."""
+        return self.base.num_tokens
+
+    def has(self, slices: Sequence[int]) -> bool:
+        """Whether all of these slices have their columns."""
+        return self.base.has(slices) and self.receipts.has(slices)
+
+    def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool [N], whether there is no such row in a slice; what is not tokenized yet may be there."""
+        return self.base.lacks(slices, rows)
+
+    def wait_for(self, slices: Sequence[int]) -> float:
+        """Wait until these slices have their columns; seconds.
+
+        Raises:
+            EntryError: the build of rows or columns has failed.
+        """
+        return self.base.wait_for(slices) + self.receipts.wait_for(slices)
+
+    def is_finished(self) -> bool:
+        """Whether there is a manifest by now."""
+        return names.MANIFEST in {item.name for item in self.store.scan(self.folder, names.MANY)}
+
+    def first_row(self) -> int:
+        """The number of a row that has its columns; waits for the first slice of them."""
+        return slice_base(self.receipts.any_part()[0])
+
+    def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Returns what its base does."""
+        return self.base.row_ids(first, stop)
+
+    def fail(self, why: str) -> None:
+        """Nobody builds rows or columns any more; whoever waits for a slice is told why. "": somebody builds again."""
+        self.base.fail(why)
+        self.receipts.fail(why)
+
+
+def of_rows(base: Entry) -> list[dict[str, Any]]:
+    """What receipts of columns say of each slice, where it is one of the rows: their key says what it holds."""
+    rows = base.source_rows.tolist()
+    return slices_of(rows, [base.key] * len(rows))
