@@ -221,12 +221,16 @@ class BuildBeside:
         for one in self._builds:
             one.hold.release()
 
-    def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
-        """(place in `_builds`, slice) of all slices, as they are needed; the first ones are of different builds."""
+    def _needed(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
+        """(source, slice) of all slices, as the steps from `step` on need them."""
         plan = plan_of(job, self.entry)
         assert not isinstance(plan.order, Order | CustomOrder), "an order over all rows waits for them"
         step = min(step, plan.schedule.num_steps - 1)
-        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
+        return plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
+
+    def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
+        """(place in `_builds`, slice) of all slices, as they are needed; the first ones are of different builds."""
+        needed = self._needed(job, step)
         places = {one.number: place for place, one in enumerate(self._builds)}
         order = [(places[number], index) for number, index in needed if number in places]
         firsts = list({place: (place, index) for place, index in reversed(order)}.values())[::-1]

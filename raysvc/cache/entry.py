@@ -171,6 +171,8 @@ class Entry:
         return self.num_rows
 
     def __repr__(self) -> str:
+        if self.coming is not None:  # its tokens would be waited for
+            return f"{type(self).__name__}({self.uri!r})"
         return f"Entry({self.uri!r}, rows={self.num_rows}, tokens={self.num_tokens})"
 
     def __reduce__(self) -> tuple[Any, ...]:

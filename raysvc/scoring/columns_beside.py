@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from raysvc.builds.build import held_generation
 from raysvc.builds.build_beside import STOP_S, BuildBeside
 from raysvc.builds.find_or_build import as_one
-from raysvc.builds.job_plan import plan_of
 from raysvc.cache.find import open_entry
 from raysvc.cache.generations import build_generation
 from raysvc.cache.growing.added_entry import AddedEntry
@@ -30,7 +29,6 @@ from raysvc.cache.growing.coming import AddedSpec
 from raysvc.cache.use_marker import share
 from raysvc.cache.writer import EntryWriter
 from raysvc.pipelines.row_slices import RowSlice
-from raysvc.plan.order import CustomOrder, Order
 from raysvc.scoring.enrich_plan import EnrichPlan, check_longest, check_models, plan_columns, vocab_size_of
 from raysvc.scoring.find_or_enrich import EnrichBuild, find_or_enrich
 from raysvc.scoring.job_columns import wanted_of
@@ -104,13 +102,10 @@ class ColumnsBeside(BuildBeside):
         progress: Progress,
         on_error: Callable[[str], None],
     ) -> None:
-        """As of rows alone, and the columns."""
+        """Begin to build rows, and to compute their columns; see `BuildBeside.start`."""
         self._on_error = on_error
         super().start(job, step, workers, progress, self._fail)
-        plan = plan_of(job, self.entry)
-        assert not isinstance(plan.order, Order | CustomOrder), "an order over all rows waits for them"
-        step = min(step, plan.schedule.num_steps - 1)
-        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
+        needed = self._needed(job, step)
         for number, layer in self._layers:
             order = list(dict.fromkeys(index for source, index in needed if source == number))
             thread = threading.Thread(
@@ -127,7 +122,7 @@ class ColumnsBeside(BuildBeside):
         self.check()
 
     def stop(self) -> None:
-        """As of rows alone, and compute no further slice."""
+        """Build and compute no further slice; see `BuildBeside.stop`."""
         self._stopping.set()
         for _, layer in self._layers:
             layer.entry.fail("it was stopped")  # ends the waits of the threads

@@ -118,6 +118,7 @@ def test_a_step_is_there_when_its_rows_have_their_columns_and_not_before(job: di
         build._builds[0].make_here(index)
     assert added.base.has([0, 1])
     assert not added.has([0])
+    assert added.uri in repr(added), "and nothing is waited for"
     [(_, layer)] = build._layers
     for piece in [0]:
         [receipt] = layer._work.computed([layer.piece(piece)], added.receipts.wanted, None, lambda: None)

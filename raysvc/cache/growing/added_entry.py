@@ -61,7 +61,7 @@ class AddedEntry(Entry):
 
     @property
     def num_rows(self) -> int:
-        """As of its base: rows of the source."""
+        """Rows of the source, as its base says."""
         return self.base.num_rows
 
     @cached_property

@@ -71,7 +71,7 @@ class AddedSpec(BaseModel):
 
     @property
     def has_end(self) -> bool:
-        """As of the rows."""
+        """What the rows say."""
         return self.base.has_end
 
 
