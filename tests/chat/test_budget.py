@@ -50,6 +50,32 @@ def test_a_loop_without_end_costs_its_row(monkeypatch: pytest.MonkeyPatch) -> No
             template.render(ROW, None)
 
 
+@pytest.mark.parametrize(
+    ("third", "what"),
+    [
+        (LOOPS, "processor time"),
+        ("{% for a in range(9) %}{{ 'x' * n }}{% endfor %}", "8,388,608 characters"),
+        ("{{ 'x'|center(n) }}", "8,388,608 characters"),
+        ("{{ (n // 2 * 'x')|length }}", "8,388,608 characters"),
+    ],
+)
+def test_a_refusal_names_the_line_of_the_template(
+    third: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "MAX_SECONDS", 0.1)
+    lines = [
+        "{% set n = 10000000000 %}",
+        "{% macro m() %}",
+        third,
+        "{% endmacro %}",
+        "{{ m() }}",
+        "{{ m() }}",
+    ]
+    template = ChatTemplate("\n".join(lines), {})
+    with pytest.raises(OverBudget, match=f"{what}.*, in line 3 of the template$"):
+        template.render(ROW, None)
+
+
 def test_a_template_that_takes_too_much_of_most_rows_ends_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_SECONDS", 0.05)
     render = ChatTemplate(LOOPS, {}).render
@@ -57,7 +83,8 @@ def test_a_template_that_takes_too_much_of_most_rows_ends_the_build(monkeypatch:
         with pytest.raises(OverBudget):
             render(ROW, None)
     with pytest.raises(
-        TokenizerError, match=r"tokenizer.chat_template: .*processor time; set tokenizer.chat_template"
+        TokenizerError,
+        match=r"tokenizer.chat_template: .*processor time, in line 1 of the template; set tokenizer.chat_template",
     ):
         render(ROW, None)
 

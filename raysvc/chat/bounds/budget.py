@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -213,7 +214,18 @@ def within_budget(run: Callable[..., Made], *args: Any) -> Made:
             _watch.end(own)
         except RenderTooCostly:  # that one, at the first step of the call
             _watch.end(own)
-        raise OverBudget(TOO_COSTLY, str(why) or own.why) from None
+        raise OverBudget(TOO_COSTLY, (str(why) or own.why) + _place(why.__traceback__)) from None
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of a template in which it was raised; "" where none was running."""
+    place = ""
+    while trace is not None:
+        template = trace.tb_frame.f_globals.get("__jinja_template__")
+        if template is not None:
+            place = f", in line {template.get_corresponding_lineno(trace.tb_lineno)} of the template"
+        trace = trace.tb_next
+    return place
 
 
 def _raise_in(thread: int) -> bool:
