@@ -254,6 +254,10 @@ def test_what_was_seen_is_said() -> None:
         seen(resolve_format(spec(), row), row)
         == "chat (messages = conversations, messages with from and value)"
     )
+    row = {"messages": [USER, ANSWER], "tools": []}
+    assert seen(resolve_format(spec(), row), row) == "chat (tools, messages with role and content)"
+    asked = {"instruction": "Add 2 and 2.", "context": "Use digits.", "output": "4", "id": 7}
+    assert seen(resolve_format(spec(), asked), asked) == "alpaca (instruction, output, input = context)"
 
 
 def test_a_name_that_is_there_is_never_the_nearest_to_itself() -> None:

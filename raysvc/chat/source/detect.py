@@ -99,12 +99,17 @@ def seen(form: Format, first_row: Mapping[str, Any]) -> str:
     names = NEEDS[form.name]
     if form.name == "kto" and form.column("completion") not in first_row:
         names = KTO_CHAT
-    pairs = [f"{ours} = {form.column(ours)}" for ours in names]
+    names = (
+        *names,
+        *(ours for ours in BESIDE.get(form.name, ()) if form.column(ours) in first_row and ours not in names),
+    )
+    pairs = [ours if form.column(ours) == ours else f"{ours} = {form.column(ours)}" for ours in names]
     value = form.get(first_row, "messages") if form.name == "chat" else None
     if isinstance(value, list) and value and isinstance(value[0], dict):
         named = [form.columns[key] for key in MESSAGE_KEYS if key in form.columns]
         keys = [key for key in (*named, *MESSAGE_KEYS, "from", "value") if key in value[0]]
-        pairs.append(f"messages with {' and '.join(keys)}")
+        pairs = [*pairs, f"messages with {' and '.join(keys)}"]
+        pairs = pairs[pairs[0] == "messages" :]  # the name alone says no more
     return f"{form.name} ({', '.join(pairs)})"
 
 
