@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster have room for what a job starts, by resources and by labels.
+"""Asks whether the nodes of a cluster have room for what a job starts, by resources and by labels.
 
 A node that is busy has room: what runs there ends. Which labels fit a selector is asked of Ray, by a placement group for
 one node of each set of labels, which is removed when Ray has said whether it is feasible (2 ms).
@@ -66,7 +66,7 @@ def feasible(need: Resources, selectors: Sequence[Selector]) -> list[bool]:
 
 
 def has_free(node_id: str, need: Resources, within_s: float) -> bool:
-    """Whether a node has this free now, or within the time that Ray takes to count what ended."""
+    """Returns whether a node has this free now, or within the time that Ray takes to count what ended."""
     (state,) = _states(need, [{NODE_ID: node_id}], lambda state: state == "CREATED", within_s)
     return state == "CREATED"
 
@@ -77,7 +77,7 @@ def _states(
     decided: Callable[[str], bool],
     within_s: float = DECIDES_WITHIN_S,
 ) -> list[str]:
-    """What Ray says of a placement group of each selector: CREATED, or why it is not there yet."""
+    """Returns what Ray says of a placement group of each selector: CREATED, or why it is not there yet."""
     from ray.util import placement_group, placement_group_table, remove_placement_group
 
     def state(group: Any) -> str:
@@ -229,7 +229,7 @@ def _text(labels: Mapping[str, str]) -> str:
 
 
 def _labels_of(nodes: Sequence[Node], selector: Selector) -> str:
-    """What the nodes have of the labels that a selector names."""
+    """Returns what the nodes have of the labels that a selector names."""
     found = set()
     for node in nodes:
         own = node.get("Labels") or {}

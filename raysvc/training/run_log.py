@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: rows, metrics and evals by step, and the summary at its end.
+"""Writes down what a run does as it goes: rows, metrics and evals by step, and the summary at its end.
 
 Always true:
 - a line is in its file before the step is committed; trackers are told after that;
@@ -247,7 +247,7 @@ def write_summary(
     reporter: Reporter | None = None,
     decisions: EvalDecisions = NOTHING_DECIDED,
 ) -> dict[str, Any]:
-    """What a run says at its end, also to its trackers.
+    """Returns what a run says at its end, also to its trackers.
 
     Args:
         finished: it has trained all its steps, or its evals stopped it.
@@ -290,7 +290,7 @@ def write_summary(
 
 
 def _end_metrics(lines: Sequence[Mapping[str, Any]], start: int, loop_s: float) -> dict[str, float]:
-    """What HF's Trainer says at its end; the loss of the whole run, rates of this process."""
+    """Returns what HF's Trainer says at its end; the loss of the whole run, rates of this process."""
     ours = [line for line in lines if line["step"] >= start]
     runtime_s = max(loop_s, 1e-9)
     return {

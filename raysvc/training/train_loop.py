@@ -371,7 +371,7 @@ class _Run:
 
 
 def _what_starts(job: JobConfig) -> str:
-    """What a run waits for before its first step."""
+    """Returns what a run waits for before its first step."""
     import ray
 
     workers = job.trainer.dp_size
@@ -381,7 +381,7 @@ def _what_starts(job: JobConfig) -> str:
 
 
 def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
-    """What the workers of a job build.
+    """Returns what the workers of a job build.
 
     Raises:
         ConfigError: the objective or the model does not fit the rows.
