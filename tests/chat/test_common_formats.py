@@ -255,7 +255,7 @@ def test_what_was_seen_is_said() -> None:
         == "chat (messages = conversations, messages with from and value)"
     )
     row = {"messages": [USER, ANSWER], "tools": []}
-    assert seen(resolve_format(spec(), row), row) == "chat (tools, messages with role and content)"
+    assert seen(resolve_format(spec(), row), row) == "chat (messages with role and content, tools)"
     asked = {"instruction": "Add 2 and 2.", "context": "Use digits.", "output": "4", "id": 7}
     assert seen(resolve_format(spec(), asked), asked) == "alpaca (instruction, output, input = context)"
 

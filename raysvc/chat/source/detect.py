@@ -108,8 +108,8 @@ def seen(form: Format, first_row: Mapping[str, Any]) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         named = [form.columns[key] for key in MESSAGE_KEYS if key in form.columns]
         keys = [key for key in (*named, *MESSAGE_KEYS, "from", "value") if key in value[0]]
-        pairs = [*pairs, f"messages with {' and '.join(keys)}"]
-        pairs = pairs[pairs[0] == "messages" :]  # the name alone says no more
+        named_otherwise = [pair for pair in pairs[:1] if pair != "messages"]
+        pairs = [*named_otherwise, f"messages with {' and '.join(keys)}", *pairs[1:]]
     return f"{form.name} ({', '.join(pairs)})"
 
 
