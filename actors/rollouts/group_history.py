@@ -160,6 +160,7 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
                 tables.hold(chunk)
                 tables.written([chunk], name)
     pool.versions.update(forgotten.groups)
+    pool.trained_before = forgotten.trained
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
     pool.load(spool.steps(), forgotten.kept_from, found.forgotten | found.gone)

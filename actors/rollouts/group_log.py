@@ -55,11 +55,13 @@ class Forgotten:
         kept_from: no step below is asked for again.
         groups: group -> its weight version; trained, evicted or dropped.
         tables: name of each removed put -> its number of rows, which still count.
+        trained: groups of the steps below `kept_from` that were trained.
     """
 
     kept_from: int
     groups: Mapping[Key, int]
     tables: Mapping[str, int]
+    trained: int = 0
 
 
 class Spool:
@@ -144,12 +146,13 @@ class Spool:
 
     def forgotten(self) -> Forgotten:
         """All that was ever forgotten."""
-        kept_from, groups, tables = 0, dict[Key, int](), dict[str, int]()
+        kept_from, trained, groups, tables = 0, 0, dict[Key, int](), dict[str, int]()
         for record in self._records("forgotten"):
             kept_from = max(kept_from, record["kept_from"])
             groups |= {(uid, attempt): version for uid, attempt, version in record["groups"]}
             tables |= record["tables"]
-        return Forgotten(kept_from, groups, tables)
+            trained = max(trained, record["trained"])
+        return Forgotten(kept_from, groups, tables, trained)
 
     def forget(self, what: Forgotten) -> None:
         """Keep what goes, on top of what went before. None of it is removed yet; many records become one."""
@@ -172,7 +175,7 @@ class Spool:
 
     def _write_forgotten(self, what: Forgotten) -> None:
         groups = [[*key, version] for key, version in what.groups.items()]
-        record = {"kept_from": what.kept_from, "groups": groups, "tables": dict(what.tables)}
+        record = {"kept_from": what.kept_from, "groups": groups, "tables": dict(what.tables), "trained": what.trained}
         self._write("forgotten", what.kept_from, record)
 
     def _stamp(self) -> str:

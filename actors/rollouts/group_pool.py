@@ -20,7 +20,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -83,6 +83,7 @@ class Pool:
         stale: puts that were refused because they were too old when they came, since the server started.
         quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
+        trained_before: groups that they trained.
         paced: see the module.
         evicts: whether what is too old goes; False: `max_staleness` bounds what may be started, alone.
         granted: uid of a reserved prompt of a stream -> the version that trained when it was handed out.
@@ -108,6 +109,7 @@ class Pool:
     stale: int = 0
     quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
+    trained_before: int = 0
     paced: bool = False
     evicts: bool = True
     granted: dict[str, int] = field(default_factory=dict)
@@ -187,13 +189,15 @@ class Pool:
             return None
         return f"is of weight version {version}, and the newest that can be there is {limit}"
 
-    def form(self, step: int, frontier: int, *, no_more_come: bool = False) -> list[Key] | None:
+    def form(
+        self, step: int, frontier: int, *, no_more_come: Callable[[], bool] = lambda: False
+    ) -> list[Key] | None:
         """The groups of `step`, planned now or before; None while there are not enough.
 
         Steps form in order: a step after one that is not formed waits for it.
 
         Args:
-            no_more_come: a step makes do with what is ready, if that is anything at all.
+            no_more_come: whether a step makes do with what is ready, if that is anything at all; asked when what is too old has gone.
         """
         keys = self.steps.get(step)
         if keys is not None:
@@ -202,8 +206,10 @@ class Pool:
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
-        is_short = no_more_come and 0 < len(self.ready) < self.batch_size
-        if not is_short and (len(self.ready) < self.batch_size or self._would_make_late(step)):
+        if len(self.ready) < self.batch_size:
+            if not self.ready or not no_more_come():
+                return None
+        elif self._would_make_late(step):
             return None
         self.steps[step] = self._take(self.batch_size)
         self.step_of.update(dict.fromkeys(self.steps[step], step))
@@ -316,9 +322,14 @@ class Pool:
         """Groups of the steps below `step`."""
         return [key for number in range(self.kept_from, step) for key in self.steps.get(number, ())]
 
+    def trained_below(self, step: int) -> int:
+        """How many groups the steps below `step` trained, those that were forgotten included."""
+        return self.trained_before + sum(key not in self.quarantined for key in self.groups_below(step))
+
     def forget_below(self, step: int) -> None:
         """Let go of the steps below `step`."""
         old = [number for number in range(self.kept_from, step) if number in self.steps]
+        self.trained_before = self.trained_below(step)
         self.kept_from = max(self.kept_from, step)
         base = max((number for number, (at, _) in enumerate(self.told) if at <= self.kept_from), default=0)
         self.told = self.told[base:]
@@ -332,8 +343,15 @@ class Pool:
         return sum(len(self.steps.get(step, ())) - len(self._to_fill(step)) for step in self._ahead(frontier))
 
     def trained(self, frontier: int) -> int:
-        """Groups of committed steps."""
-        return self._planned_ever - self.planned(frontier) + self.kept_from * self.batch_size
+        """Groups of committed steps, without those that could not be collated."""
+        ahead = self._ahead(frontier)
+        there = self._planned_ever - sum(len(self.steps.get(step, ())) for step in ahead)
+        bad = sum(
+            self.step_of[key] < ahead.start and key in self.steps[self.step_of[key]]
+            for key in self.quarantined
+            if key in self.step_of
+        )
+        return self.trained_before + there - bad
 
     def capacity(self, frontier: int) -> int | None:
         """Returns how many groups may still be started; None if there is no bound."""
@@ -426,16 +444,16 @@ class Pool:
                 return True
         return False
 
-    def _filled(self, step: int, keys: list[Key], no_more_come: bool) -> list[Key] | None:
+    def _filled(self, step: int, keys: list[Key], no_more_come: Callable[[], bool]) -> list[Key] | None:
         holes = self._to_fill(step)
         if not holes:
             return keys
         self.evict(self.trained_by(step))
         if len(self.ready) < len(holes):
-            if not no_more_come or len(self.ready) + len(keys) == len(holes):
+            if not no_more_come():
                 return None
-            if not self.ready:
-                return keys
+            if not self.ready:  # a step without any group passes where another one follows it
+                return keys if len(holes) < len(keys) or step < self._top else None
         fresh = dict(zip(holes, self._take(len(holes)), strict=False))
         self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
         self.step_of.update(dict.fromkeys(fresh.values(), step))

@@ -260,7 +260,7 @@ class GroupStore:
         with self._call():
             self._expire()
             before = self.pool.steps.get(step)
-            keys = self.pool.form(step, frontier, no_more_come=self._short_tail and self._has_ended())
+            keys = self.pool.form(step, frontier, no_more_come=self._is_short)
             self._tell_evicted()
             if keys is None:
                 return False
@@ -365,7 +365,7 @@ class GroupStore:
             self._history.wait(ticket)
             if is_new:
                 self._spool.forget(
-                    Forgotten(step, versions, files)
+                    Forgotten(step, versions, files, self.pool.trained_below(step))
                 )  # nothing is forgotten before it is on disk
                 with self.changed:
                     self.pool.forget_below(step)
@@ -391,9 +391,10 @@ class GroupStore:
             finally:
                 self._history.seal()
 
-    def _has_ended(self) -> bool:
-        """Whether no group will ever come."""
-        return self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
+    def _is_short(self) -> bool:
+        """Whether the last step has to make do with what is ready: no group will ever come. What is too old may be handed out again."""
+        self._tell_evicted()
+        return self._short_tail and self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
 
     def _state(self, key: Key, frontier: int) -> PromptState:
         return state_of(

@@ -316,12 +316,11 @@ class RolloutStream:
         there = [key for key in keys if tuple(key) not in missing]
         groups = {key: self.store.group(key) for key in there}
         ids = {key: group.row_ids for key, group in groups.items()}
-        batch = batch_of(
-            pa.concat_tables([self.store.rows_of(key) for key in there]), np.concatenate(list(ids.values()))
-        )
-        counts = np.array([len(ids[key]) for key in there])
+        tables = [self.store.rows_of(key) for key in there] or [self.store.schema.no_rows()]
+        batch = batch_of(pa.concat_tables(tables), np.concatenate([*ids.values(), np.array([], np.int64)]))
+        counts = np.array([len(ids[key]) for key in there], np.int64)
         facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self.trained_by(step))
-        if self._merger is not None:
+        if self._merger is not None and there:
             bounds = offsets_of(counts)
             batch, holder = self._merger.merge(batch, there, bounds.tolist())
             kept = np.split(holder == np.arange(len(holder)), bounds[1:-1])
@@ -343,9 +342,8 @@ class RolloutStream:
         recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
         versions = rows.facts.columns["weight_version"]
-        return replace(
-            info, weight_versions=(int(versions.min()), int(versions.max())), rollouts=rows.facts
-        ), shards
+        oldest_newest = (int(versions.min()), int(versions.max())) if len(versions) else None
+        return replace(info, weight_versions=oldest_newest, rollouts=rows.facts), shards
 
     def _plan(self, step: int, rows: _StepRows, role: Role) -> StepPlan:
         holes = tuple(np.flatnonzero(rows.row_ids < 0).tolist())

@@ -70,7 +70,7 @@ class Step:
         epoch: 0-based.
         mini_batches: each ends in one optimizer step.
         update_epochs: passes over the mini-batches.
-        weight_versions: oldest and newest weight version of its rows (rollouts), else None.
+        weight_versions: oldest and newest weight version of its rows (rollouts); None: it has none.
         read_s: the server read its rows.
         collate_s: the server wrote its arrays.
         groups_s: the server waited for producers of rollouts.

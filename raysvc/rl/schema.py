@@ -82,6 +82,13 @@ class Schema:
         _check_lengths(rows, rows)
         return Admitted(rows, self._late_part(table, late) if late else None)
 
+    def no_rows(self) -> pa.Table:
+        """A table of the columns of a group that is complete, without rows."""
+        import pyarrow as pa
+
+        types = {**_fixed_types(), **self.types, **self.late_types}
+        return pa.schema(list(types.items())).empty_table()
+
     def fix(self, admitted: Admitted) -> None:
         """Hold later puts to this one, which is kept.
 
@@ -262,12 +269,15 @@ def bare(name: str) -> str:
     return name.removeprefix("token.").removeprefix("row.")
 
 
-def _check_fixed(table: pa.Table) -> None:
+def _fixed_types() -> dict[str, pa.DataType]:
     import pyarrow as pa
 
-    want = {"uid": pa.string(), "attempt": pa.int64(), "weight_version": pa.int64(), "first_row": pa.int64(),
+    return {"uid": pa.string(), "attempt": pa.int64(), "weight_version": pa.int64(), "first_row": pa.int64(),
             "closed": pa.bool_(), "input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8())}  # fmt: skip
-    for name, dtype in want.items():
+
+
+def _check_fixed(table: pa.Table) -> None:
+    for name, dtype in _fixed_types().items():
         if name not in table.column_names:
             raise SourceError(
                 "put_groups", f"a table has no {name!r}", "make it with raysvc.rl.group_table.table_of"

@@ -108,6 +108,27 @@ def test_what_was_evicted_stays_away_when_the_trainer_goes_back_and_the_server_r
         assert one.pool.capacity(0) == 0, "the steps that were formed are still to be trained"
 
 
+@pytest.mark.parametrize("rows", ["keep", "merge"])
+@pytest.mark.parametrize("columns", [{}, {"late": ("reward",)}])
+def test_a_step_of_which_no_group_can_be_collated_is_made_without_rows(
+    tmp_path: Path, rows: str, columns: dict[str, Any]
+) -> None:
+    rollouts = stream(tmp_path, rows=rows, **columns)
+    for number in range(2):
+        put(rollouts, group(number, tokens={"logprobs": [np.ones((3, 2), np.float32)] * 2}))
+        if columns:
+            rollouts.store.add_columns(late_table(f"g{number}", {"reward": [1.0, 0.0]}))
+    assert rollouts.form(0, 0)
+    rollouts.store.quarantine({("g0", 0): "bad", ("g1", 0): "bad"})
+    info, shards = rollouts.make(0, (2,))
+    assert [shard.row_ids.tolist() for shard in shards] == [[-1] * len(shard.row_ids) for shard in shards]
+    assert not any(shard.arrays["labels"].max() >= 0 for shard in shards), "no token is trained"
+    assert info.rollouts is not None
+    assert info.rollouts.metrics() == {}
+    assert rollouts.outline(0, 2).nbytes > 0
+    assert rollouts.pool.trained(1) == 0
+
+
 def test_a_version_that_jumps_or_that_no_weights_can_have_is_refused(tmp_path: Path) -> None:
     rollouts = stream(tmp_path, max_staleness=3)
     rollouts.store.set_version(100, 0)  # a run that goes on from other weights begins where it likes

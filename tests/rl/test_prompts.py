@@ -177,6 +177,7 @@ ACTIONS = (
     "again",
     "forget",
     "spoil",
+    "ahead",
 )
 
 
@@ -246,12 +247,17 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
                 assert {**bench.book.to_json(), "asks": 0} == {**before, "asks": 0}
         elif action == "rewind" and bench.frontier:
             bench.rewind(data.draw(st.integers(bench.store.pool.kept_from, bench.frontier)))
-        elif action == "spoil":  # a group of the next step cannot be collated; the others of it can
+        elif action == "ahead":  # the trainer asks for steps while it trains another
+            for step in range(bench.frontier, bench.frontier + 3):
+                bench.store.form(step, bench.frontier)
+        elif action == "spoil":  # groups of a step that was formed and not trained cannot be collated
             pool = bench.store.pool
-            good = [key for key in pool.steps.get(bench.frontier, ()) if key not in pool.quarantined]
-            bench.store.form(bench.frontier, bench.frontier)
-            if len(good) > 1:
-                bench.store.quarantine({good[-1]: "spoilt"})
+            steps = [step for step in pool.steps if step >= bench.frontier] or [bench.frontier]
+            step = data.draw(st.sampled_from(steps))
+            good = [key for key in pool.steps.get(step, ()) if key not in pool.quarantined]
+            bad = data.draw(st.integers(0, len(good)))
+            if bad:
+                bench.store.quarantine(dict.fromkeys(good[:bad], "spoilt"))
         elif action == "forget":
             bench.forget(data.draw(st.integers(0, bench.frontier)))
         bench.check()
@@ -392,6 +398,24 @@ def test_a_step_goes_on_without_a_bad_group_where_no_other_will_come(tmp_path: P
     assert bench.store.desk.is_ended
     assert len(bench.trained()) + len(bench.book.lost) == 6
     assert not bench.train()
+
+
+def test_a_step_without_any_good_group_passes_where_another_one_follows(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, source=Source(6, lambda position: f"{position}/0:0:{position}"))
+    for uid, attempt in bench.ask("a", 6):
+        bench.put(uid, attempt, "a")
+    assert all(bench.store.form(step, 0) for step in (0, 1))
+    bench.store.quarantine(dict.fromkeys(bench.store.pool.steps[0], "bad"))
+    bench.open()
+    assert bench.train()
+    assert bench.store.pool.trained(1) == 0
+    assert bench.train()
+    assert not bench.train(), "the prompts have ended"
+    assert sorted(bench.trained()) == sorted({f"{n}/0:0:{n}" for n in range(6)} - bench.book.lost.keys())
+    assert bench.store.pool.trained(2) == 3
+    bench.forget(1)
+    bench.open()
+    assert bench.store.pool.trained(2) == 3
 
 
 def test_a_snapshot_says_what_was_when_it_was_taken(tmp_path: Path) -> None:
