@@ -45,6 +45,33 @@ class Source:
         self.total, self.uid_at = total, uid_at
 
 
+class Died(Exception):
+    """The server was killed."""
+
+
+class MortalStore:
+    """A store whose process is killed at a write: before it, or when it is done."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.writes_left, self.is_done = store, -1, False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        return self._mortal(method) if name in ("write", "create", "delete") else method
+
+    def _mortal(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            self.writes_left -= 1
+            if self.writes_left == 0 and not self.is_done:
+                raise Died
+            result = method(*args, **kwargs)
+            if self.writes_left == 0:
+                raise Died
+            return result
+
+        return write
+
+
 class Bench:
     """A store with a clock of its own, opened again from its folder at will."""
 
@@ -77,10 +104,13 @@ class Bench:
     def open(self) -> None:
         pool = Pool(self.batch_size, self.staleness)
         pool.paced, pool.evicts = self.rules.on_stale == "pace", self.rules.on_stale != "train"
+        spool = Spool(str(self.folder), {})
+        self.mortal = MortalStore(spool._store)
+        spool._store = self.mortal  # type: ignore[assignment]
         self.store = GroupStore(
             pool,
             Schema(("input_ids",), self.late),
-            Spool(str(self.folder), {}),
+            spool,
             self.ttl_s,
             lambda: self.now_s,
             self.rules,
@@ -91,6 +121,14 @@ class Bench:
     def book(self) -> Any:
         return self.store.desk.book
 
+    def call(self, what: Callable[[], Any]) -> Any:
+        """As Ray calls a server that may be killed: what was not answered is asked again."""
+        try:
+            return what()
+        except Died:
+            self.open()
+            return what()
+
     def ask(self, owner: str, count: int = 1) -> list[tuple[str, int]]:
         number = self.asks.get(owner, 0)
         self.asks[owner] = number + 1
@@ -99,7 +137,9 @@ class Bench:
     def ask_again(self, owner: str, number: int, count: int = 1) -> list[tuple[str, int]]:
         """As Ray repeats a call."""
         life = f"{self.lives.get(owner, 0)}.{number}"
-        told = self.store.hand_out(owner, life, count, self.frontier, is_first=number == 0)
+        told = self.call(
+            lambda: self.store.hand_out(owner, life, count, self.frontier, is_first=number == 0)
+        )
         return [each[:2] for each in told]
 
     def restart(self, owner: str) -> None:
@@ -110,28 +150,28 @@ class Bench:
     def put(self, uid: str, attempt: int, owner: str, version: int | None = None) -> str:
         own = self.store.pool.version if version is None else version
         group = Group(uid, [[1, 2]], [[0, 1]], attempt=attempt, weight_version=own)
-        result = self.store.put(table_of([group]), owner, gate=self.frontier)
+        result = self.call(lambda: self.store.put(table_of([group]), owner, gate=self.frontier))
         # it waits while there is no capacity, which its prompt had until it was taken back
         assert result is not None or uid in self.book.back
         return "full" if result is None else result.verdicts[uid]
 
     def train(self) -> bool:
         """The next step, if it can be made."""
-        if not self.store.form(self.frontier, self.frontier):
+        if not self.call(lambda: self.store.form(self.frontier, self.frontier)):
             return False
         self.frontier += 1
-        self.store.set_version(self.frontier, self.frontier)
+        self.call(lambda: self.store.set_version(self.frontier, self.frontier))
         return True
 
     def rewind(self, step: int) -> None:
-        self.store.rewind(step, self.frontier)
+        self.call(lambda: self.store.rewind(step, self.frontier))
         self.frontier = step
 
     def forget(self, step: int) -> None:
         pool = self.store.pool
         below = [key for number, keys in pool.steps.items() if number < step for key in keys]
         gone = [key[0] for key in below if key not in pool.quarantined]
-        self.store.forget_below(step)
+        self.call(lambda: self.store.forget_below(step))
         self.forgotten += gone
 
     def trained(self) -> list[str]:
@@ -178,10 +218,12 @@ ACTIONS = (
     "forget",
     "spoil",
     "ahead",
+    "kill",
+    "kill",
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     data=st.data(),
     policy=st.sampled_from(["pace", "reissue", "drop", "train"]),
@@ -228,17 +270,23 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
         elif action == "sleep":
             bench.now_s += data.draw(st.sampled_from([1.0, TTL_S - 1, LIMIT_S]))
             for each in data.draw(st.lists(st.sampled_from(["a", "b"]), unique=True)):
-                bench.store.renew(each)
+                bench.call(lambda each=each: bench.store.renew(each))
         elif action == "die":  # what it was given comes late, from the network
             past += [(uid, attempt) for uid, attempt, _ in mine]
             mine.clear()
             bench.restart(owner)
         elif action == "release" and mine:
-            bench.store.release([mine.pop()[0]])
+            given_up = mine.pop()[0]
+            bench.call(lambda given_up=given_up: bench.store.release([given_up]))
         elif action == "drop" and bench.store.pool.ready:
-            bench.store.drop([bench.store.pool.ready[0].key[0]])
+            unwanted = bench.store.pool.ready[0].key[0]
+            bench.call(lambda unwanted=unwanted: bench.store.drop([unwanted]))
+        elif action == "kill":  # in the middle of one of the next calls
+            bench.mortal.writes_left = data.draw(st.integers(1, 4))
+            bench.mortal.is_done = data.draw(st.booleans())
         elif action == "restart":
             is_written = data.draw(st.booleans())  # else what nobody was told yet may be lost
+            bench.mortal.writes_left = -1
             if is_written:
                 bench.store._history.wait(bench.store._history.last)
             before = bench.book.to_json()
@@ -249,7 +297,7 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
             bench.rewind(data.draw(st.integers(bench.store.pool.kept_from, bench.frontier)))
         elif action == "ahead":  # the trainer asks for steps while it trains another
             for step in range(bench.frontier, bench.frontier + 3):
-                bench.store.form(step, bench.frontier)
+                bench.call(lambda step=step: bench.store.form(step, bench.frontier))
         elif action == "spoil":  # groups of a step that was formed and not trained cannot be collated
             pool = bench.store.pool
             steps = [step for step in pool.steps if step >= bench.frontier] or [bench.frontier]
@@ -257,17 +305,21 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
             good = [key for key in pool.steps.get(step, ()) if key not in pool.quarantined]
             bad = data.draw(st.integers(0, len(good)))
             if bad:
-                bench.store.quarantine(dict.fromkeys(good[:bad], "spoilt"))
+                spoilt = dict.fromkeys(good[:bad], "spoilt")
+                bench.call(lambda spoilt=spoilt: bench.store.quarantine(spoilt))
         elif action == "forget":
             bench.forget(data.draw(st.integers(0, bench.frontier)))
         bench.check()
     # all producers are gone; a new one finishes the stream
     bench.now_s += 10 * LIMIT_S
     for _ in range(20 * TOTAL):
+        bench.now_s += 1.0  # a server that starts again gives every producer its time anew
         for uid, attempt in bench.ask("c", 3):
-            assert bench.put(uid, attempt, "c") in ("new", "stale")
-        bench.train()
+            assert bench.put(uid, attempt, "c") in ("new", "known", "stale")
+        goes_on = bench.train()
         bench.check()
+        if not goes_on and bench.store.desk.is_ended:
+            break
     assert bench.store.desk.is_ended
     assert not bench.store.pool.ready, "the last step is short"
     assert max(bench.store.pool.steps, default=-1) < bench.frontier, "each step was taken"
