@@ -195,6 +195,8 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> No
         found.book.hand_out(owner, ask, handed, following)
         pool.reserved.update({each.uid: owner for each in handed})
         pool.granted.update({each.uid: each.version for each in handed})
+    elif kind == "stream":
+        found.book.stream = value
     elif kind == "given_back":
         found.book.give_back(*value)
     elif kind == "lost":

@@ -412,9 +412,9 @@ class Pool:
         return uids, keys
 
     def overdue(self, since_s: float) -> tuple[list[str], list[Key]]:
-        """Give up what producers have had since before `since_s`; returns as `expire`."""
+        """Give up what was reserved, or got its first row, before `since_s` and is not complete; returns as `expire`."""
         uids = [uid for uid in self.reserved if self.since.get(uid, since_s) < since_s]
-        keys = [key for key in self.owners if self.since.get(key[0], since_s) < since_s]
+        keys = [key for key in self.waiting if self.since.get(key[0], since_s) < since_s]
         self.release(uids)
         self._remove(set(keys))
         return uids, keys

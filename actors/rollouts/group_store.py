@@ -181,6 +181,17 @@ class GroupStore:
         self._history.wait(ticket)
         return verdicts
 
+    def begin_prompts(self) -> None:
+        """Know from now on which prompts are handed out.
+
+        Raises:
+            ConfigError: as `PromptDesk.begin`.
+        """
+        with self._call():
+            self.desk.begin()
+            ticket = self._history.last
+        self._history.wait(ticket)
+
     def hand_out(
         self, owner: str, ask: str, count: int, frontier: int, is_first: bool = False
     ) -> list[HandedOut]:

@@ -62,8 +62,10 @@ class RolloutServer(BatchServer):
 
         Raises:
             FolderHeld: another server that lives owns the run folder.
+            ConfigError: the run folder handed out other prompts.
         """
         facts = super().describe()
+        self._rollouts.store.begin_prompts()
         assert self.spec.journal is not None, "groups are spooled beside the journal"
         records = ServedRecords(self.spec.journal, self.spec.storage_options, self._claim)
         records.keep(self._frontier(), self.spec)
@@ -98,7 +100,14 @@ class RolloutServer(BatchServer):
         return self._rollouts.store.close(keys)
 
     def reserve(self, uids: list[str], owner: str = "", attempt: int = 0) -> dict[str, str]:
-        """A verdict of each uid: those that are granted may be started on now, as many as there is capacity."""
+        """A verdict of each uid: those that are granted may be started on now, as many as there is capacity.
+
+        Raises:
+            ConfigError: the server hands out prompts: a group of another uid would be refused once it is sampled.
+        """
+        if self._rollouts.prompts is not None:
+            what = f"server {self.spec.name!r} hands out the prompts"
+            raise ConfigError("reserve", what, "loop over producer.prompts()")
         self._saw(owner)
         return self._rollouts.store.reserve(uids, self._frontier(), owner, attempt)
 

@@ -41,8 +41,8 @@ def uid_at(position: int) -> str | None:
 class Source:
     """A stream of so many positions."""
 
-    def __init__(self, total: int, uid_at: Callable[[int], str | None]) -> None:
-        self.total, self.uid_at = total, uid_at
+    def __init__(self, total: int, uid_at: Callable[[int], str | None], identity: str = "one") -> None:
+        self.total, self.uid_at, self.identity = total, uid_at, identity
 
 
 class Died(Exception):
@@ -103,7 +103,8 @@ class Bench:
 
     def open(self) -> None:
         pool = Pool(self.batch_size, self.staleness)
-        pool.paced, pool.evicts = self.rules.on_stale == "pace", self.rules.on_stale != "train"
+        policy = self.rules and self.rules.on_stale
+        pool.paced, pool.evicts = policy == "pace", policy != "train"
         spool = Spool(str(self.folder), {})
         self.mortal = MortalStore(spool._store)
         spool._store = self.mortal  # type: ignore[assignment]
@@ -468,6 +469,39 @@ def test_a_step_without_any_good_group_passes_where_another_one_follows(tmp_path
     bench.forget(1)
     bench.open()
     assert bench.store.pool.trained(2) == 3
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 1000])
+def test_prompts_of_another_job_are_not_handed_out_from_the_same_folder(
+    tmp_path: Path, snapshot_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_history, "SNAPSHOT_EVERY", snapshot_every)
+    bench = Bench(tmp_path)
+    bench.store.begin_prompts()
+    bench.ask("a")
+    bench.open()
+    bench.store.begin_prompts()
+    bench.rules = bench.rules._replace(source=Source(TOTAL, uid_at, "another"))
+    bench.open()
+    with pytest.raises(ConfigError, match="others than those that were handed out from this run folder"):
+        bench.store.begin_prompts()
+    bench.rules = None
+    bench.open()
+    with pytest.raises(ConfigError, match="are not given"):
+        bench.store.begin_prompts()
+
+
+def test_a_group_whose_late_columns_never_come_is_given_up_after_the_limit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, late=("reward",), max_attempts=2)
+    for attempt in range(2):
+        [(uid, told)] = bench.ask("a")
+        assert (uid, told) == ("0/0:0:0", attempt)
+        assert bench.put(uid, attempt, "a") == "new"
+        bench.now_s += LIMIT_S + 1
+        bench.check()
+    bench.ask("a")
+    assert bench.book.lost == {"0/0:0:0": "took too long"}
+    assert not bench.store.pool.waiting
 
 
 def test_a_snapshot_says_what_was_when_it_was_taken(tmp_path: Path) -> None:

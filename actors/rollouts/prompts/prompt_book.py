@@ -33,6 +33,7 @@ class PromptBook:
 
     Attributes:
         max_attempts: how often a prompt is handed out.
+        stream: identity of the stream; "": nothing was handed out.
         next: the first position that was never looked at.
         out: uid -> as it was handed out; until its first rows are put.
         back: uid -> the attempt that it is handed out under next.
@@ -42,6 +43,7 @@ class PromptBook:
     """
 
     max_attempts: int
+    stream: str = ""
     next: int = 0
     out: dict[str, HandedOut] = field(default_factory=dict)
     back: dict[str, int] = field(default_factory=dict)
@@ -100,11 +102,12 @@ class PromptBook:
     def to_json(self) -> dict[str, Any]:
         """All of it but what the spec says."""
         out = [list(each) for each in self.out.values()]
-        return {"next": self.next, "out": out, "back": self.back, "attempts": self.attempts, "lost": self.lost,
+        return {"stream": self.stream, "next": self.next, "out": out, "back": self.back, "attempts": self.attempts, "lost": self.lost,
                 "asks": {owner: list(mine.items()) for owner, mine in self.asks.items()}}  # fmt: skip
 
     def load(self, value: dict[str, Any]) -> None:
         """The inverse of `to_json`."""
+        self.stream = value["stream"]
         self.next, self.back, self.attempts = value["next"], dict(value["back"]), dict(value["attempts"])
         self.lost = dict(value["lost"])
         self.out = {uid: HandedOut(uid, attempt, version) for uid, attempt, version in value["out"]}

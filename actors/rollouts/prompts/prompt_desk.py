@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from raysvc.actors.rollouts.group_log import Event
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.prompts.prompt_book import HandedOut, PromptBook, position_of
-from raysvc.errors import SourceError
+from raysvc.errors import ConfigError, SourceError
 
 
 class PromptStream(Protocol):
@@ -23,6 +23,10 @@ class PromptStream(Protocol):
     @property
     def total(self) -> int:
         """Positions."""
+
+    @property
+    def identity(self) -> str:
+        """Says which prompts stand at which positions."""
 
     def uid_at(self, position: int) -> str | None:
         """The uid of the prompt at a position; None: there is none."""
@@ -52,6 +56,25 @@ class PromptDesk:
     def __init__(self, rules: PromptRules | None, pool: Pool, tell: Callable[[Event], int]) -> None:
         self._rules, self._pool, self._tell = rules, pool, tell
         self.book = PromptBook(1 if rules is None else rules.max_attempts)
+
+    def begin(self) -> None:
+        """Know the stream by its identity from now on.
+
+        Raises:
+            ConfigError: prompts of another stream were handed out before.
+        """
+        mine = "" if self._rules is None else self._rules.source.identity
+        if self.book.stream not in ("", mine):
+            what = (
+                "are others than those that were handed out from this run folder"
+                if mine
+                else "are not given, and this run folder has handed out prompts of a job"
+            )
+            remedy = "give the same job with the same plan again, or take another run_dir"
+            raise ConfigError("serve_rollouts(prompts)", what, remedy)
+        if mine != self.book.stream:
+            self.book.stream = mine
+            self._tell({"stream": mine})
 
     @property
     def max_prompt_s(self) -> float | None:
