@@ -267,7 +267,7 @@ def _read_table(
     chunk.table = table = with_growth(table)
     schema.types = {each.name: each.type for each in table.schema if each.name not in FIXED}
     lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
-    for span in spans_of(table):
+    for span in spans_of(table, by_newest=pool.withholds):
         group = found.groups.setdefault(span.key, GroupRows())
         chunk.num_groups += span.start < span.stop
         row_id = found.num_rows + span.start

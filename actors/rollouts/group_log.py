@@ -135,14 +135,16 @@ class Spool:
         for name in names:
             self._store.delete(f"events/{name}")
 
-    def write_step(self, step: int, groups: list[Key], **facts: Any) -> None:
-        """Keep which groups a step has."""
-        self._write("steps", step, {"step": step, "groups": groups, **facts})
+    def write_step(self, step: int, groups: list[Key], trained_by: int = 0, **facts: Any) -> None:
+        """Keep which groups a step has, and the newest weight version that could train it when they were chosen."""
+        self._write("steps", step, {"step": step, "groups": groups, "trained_by": trained_by, **facts})
 
-    def steps(self) -> dict[int, list[Key]]:
-        """step -> its groups, of all steps that are there."""
-        records = self._records("steps")
-        return {record["step"]: [_key(key) for key in record["groups"]] for record in records}
+    def steps(self) -> dict[int, tuple[list[Key], int]]:
+        """step -> its groups, and the weight version that could train it then; of all steps that are there."""
+        return {
+            record["step"]: ([_key(key) for key in record["groups"]], record["trained_by"])
+            for record in self._records("steps")
+        }
 
     def forgotten(self) -> Forgotten:
         """All that was ever forgotten."""
@@ -175,7 +177,12 @@ class Spool:
 
     def _write_forgotten(self, what: Forgotten) -> None:
         groups = [[*key, version] for key, version in what.groups.items()]
-        record = {"kept_from": what.kept_from, "groups": groups, "tables": dict(what.tables), "trained": what.trained}
+        record = {
+            "kept_from": what.kept_from,
+            "groups": groups,
+            "tables": dict(what.tables),
+            "trained": what.trained,
+        }
         self._write("forgotten", what.kept_from, record)
 
     def _stamp(self) -> str:

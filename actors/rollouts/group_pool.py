@@ -86,6 +86,8 @@ class Pool:
         trained_before: groups that they trained.
         paced: see the module.
         evicts: whether what is too old goes; False: `max_staleness` bounds what may be started, alone.
+        withholds: a group is as old as its newest sequence: of those that are trained, the sequences that are too old are withheld.
+        formed_by: step -> the newest weight version that could train it when its groups were chosen: what is withheld of them stays so.
         granted: uid of a reserved prompt of a stream -> the version that trained when it was handed out.
     """
 
@@ -112,6 +114,8 @@ class Pool:
     trained_before: int = 0
     paced: bool = False
     evicts: bool = True
+    withholds: bool = False
+    formed_by: dict[int, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     _top: int = -1  # the highest step that was formed
     _planned_ever: int = 0  # groups of `steps`
@@ -137,10 +141,11 @@ class Pool:
         """Versions beyond which a group is not trained."""
         return self.max_staleness if self.evicts else None
 
-    def load(self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key]) -> None:
-        """Take the memberships of an earlier process; `gone` never gets ready again."""
+    def load(self, steps: Mapping[int, tuple[list[Key], int]], kept_from: int, gone: set[Key]) -> None:
+        """Take the memberships of an earlier process, and what they were `formed_by`; `gone` never gets ready again."""
         self.kept_from = max(self.kept_from, kept_from)
-        self.steps = {step: keys for step, keys in steps.items() if step >= self.kept_from}
+        self.steps = {step: keys for step, (keys, _) in steps.items() if step >= self.kept_from}
+        self.formed_by = {step: steps[step][1] for step in self.steps}
         self.step_of = {key: step for step, keys in self.steps.items() for key in keys}
         self._top = max(self.steps, default=-1)
         self._planned_ever = sum(map(len, self.steps.values()))
@@ -168,9 +173,10 @@ class Pool:
         return True
 
     def grow(self, key: Key, version: int) -> None:
-        """An open group got rows of `version`: the oldest one counts."""
+        """An open group got rows of `version`: the oldest one counts, or the newest."""
         if key in self.waiting:
-            self.versions[key] = self.waiting[key] = min(version, self.waiting[key])
+            counts = max if self.withholds else min
+            self.versions[key] = self.waiting[key] = counts(version, self.waiting[key])
 
     def close(self, key: Key) -> None:
         """Nothing is added to its rows any more."""
@@ -213,6 +219,7 @@ class Pool:
             return None
         self.steps[step] = self._take(self.batch_size)
         self.step_of.update(dict.fromkeys(self.steps[step], step))
+        self.formed_by[step] = self.trained_by(step)
         self._top = max(self._top, step)
         self._planned_ever += len(self.steps[step])
         return self.steps[step]
@@ -270,7 +277,8 @@ class Pool:
             return []
         oldest = version - self._bound
         old = [group.key for group in self.ready if group.version < oldest]
-        old += [key for key, own in self.waiting.items() if own < oldest]
+        may_get_newer = self.owners if self.withholds else {}
+        old += [key for key, own in self.waiting.items() if own < oldest and key not in may_get_newer]
         self._remove(set(old))
         self.evicted += len(old)
         self._untold += old
@@ -337,6 +345,8 @@ class Pool:
         self._planned_ever -= len(forgotten)
         for key in forgotten:
             self.step_of.pop(key, None)
+        for number in old:
+            self.formed_by.pop(number, None)
 
     def planned(self, frontier: int) -> int:
         """Groups of steps that are formed and not committed; a slot that waits for another group is room for it."""
@@ -457,6 +467,7 @@ class Pool:
         fresh = dict(zip(holes, self._take(len(holes)), strict=False))
         self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
         self.step_of.update(dict.fromkeys(fresh.values(), step))
+        self.formed_by[step] = self.trained_by(step)
         return self.steps[step]
 
     def _take(self, count: int) -> list[Key]:

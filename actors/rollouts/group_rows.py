@@ -188,6 +188,12 @@ def _pieces(column: pa.ChunkedArray) -> WideRows:
     return WideRows(pieces[0].dtype, pieces[0].shape[1:], pieces)
 
 
+def without_targets(batch: RowBatch, rows_N: npt.NDArray[np.bool_]) -> RowBatch:
+    """The batch with a loss mask of zeros in these rows."""
+    mask = np.where(np.repeat(rows_N, batch.lengths), 0, batch.tokens["loss_mask"]).astype(np.uint8)
+    return replace(batch, tokens={**batch.tokens, "loss_mask": mask})
+
+
 def taken(batch: RowBatch, row_ids: Ints) -> RowBatch:
     """The rows with these ids, in their order."""
     order = np.argsort(batch.row_ids, kind="stable")

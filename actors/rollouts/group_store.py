@@ -113,7 +113,7 @@ class GroupStore:
         table, late = admitted
         if (name := self._drop_constant) is not None and name not in self.schema.late:
             refuse_without(table, name)
-        spans = spans_of(table)
+        spans = spans_of(table, by_newest=self.pool.withholds)
         with self._call():
             self._expire()
             verdicts = {span.key: self._verdict(span, gate or 0) for span in spans}
@@ -276,7 +276,7 @@ class GroupStore:
             if keys is None:
                 return False
             if keys is not before:
-                facts = {"trained_by": self.pool.trained_by(step), "timeline": self.pool.timeline}
+                facts = {"trained_by": self.pool.formed_by[step], "timeline": self.pool.timeline}
                 record = StepRecord(step, list(keys), facts)
                 self._step_tickets[step] = self._history.append(record)
                 self._notify()
@@ -423,7 +423,8 @@ class GroupStore:
             return verdict(self._state(span.key, frontier))
         if self.desk.refuses(span.key):
             return "superseded"
-        return "stale" if self.pool.is_stale(span.version, frontier) else "new"
+        may_get_newer = self.pool.withholds and not span.closed
+        return "stale" if self.pool.is_stale(span.version, frontier) and not may_get_newer else "new"
 
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
         whole = sum(span.stop - span.start for span in spans) == table.num_rows

@@ -36,7 +36,7 @@ def refuse(pool: Pool, groups: Mapping[Key, GroupRows], spans: Sequence[GroupSpa
         if span.first > known:
             what = f"begins at row {span.first}, and {known} rows of it were put"
             raise SourceError(where, what, "put its rows in order, none left out")
-        if (reason := pool.refuse_version(span.version)) is not None:
+        if (reason := pool.refuse_version(span.newest)) is not None:
             raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
 
 

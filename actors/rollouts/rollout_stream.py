@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool
-from raysvc.actors.rollouts.group_rows import batch_of, taken
+from raysvc.actors.rollouts.group_rows import batch_of, taken, without_targets
 from raysvc.actors.rollouts.group_store import GroupStore, PutResult
 from raysvc.actors.rollouts.prompts.prompt_desk import PromptRules
 from raysvc.actors.rollouts.prompts.prompt_source import PromptSource
@@ -105,9 +105,9 @@ class RolloutStream:
         with self._opening:
             if self._store is None:
                 spec, plan = self._spec, self._recipe.plan
-                policy = spec.prompts.on_stale if spec.prompts else None
                 pool = Pool(plan.batch_size, spec.max_staleness, spec.on_bad_group)
-                pool.paced, pool.evicts = policy == "pace", policy != "train"
+                pool.paced, pool.withholds = spec.on_stale == "pace", spec.on_stale == "withhold"
+                pool.evicts = spec.on_stale != "train"
                 schema = Schema(plan.columns, spec.late, spec.defaults)
                 self._store = GroupStore(
                     pool,
@@ -124,7 +124,7 @@ class RolloutStream:
         spec, source = self._spec.prompts, self.prompts
         if spec is None or source is None:
             return None
-        return PromptRules(source, spec.on_stale, spec.max_prompt_s, spec.max_attempts)
+        return PromptRules(source, self._spec.on_stale, spec.max_prompt_s, spec.max_attempts)
 
     @property
     def pool(self) -> Pool:
@@ -232,6 +232,16 @@ class RolloutStream:
         """
         return batch_of(self.store.rows_of(key), self.store.group(key).row_ids)
 
+    def as_trained(self, step: int, batch: RowBatch) -> tuple[RowBatch, npt.NDArray[np.bool_] | None]:
+        """Rows of a formed step, those that are too old without a target; and which these are, bool [N], None: none is withheld here."""
+        with self.store.changed:
+            pool = self.pool
+            if not pool.withholds or pool.max_staleness is None:
+                return batch, None
+            oldest = pool.formed_by[step] - pool.max_staleness
+        is_old = batch.rows["weight_version"].astype(np.int64) < oldest
+        return without_targets(batch, is_old), is_old
+
     def turns_of(self, key: Key, batch: RowBatch) -> Turns | None:
         """What becomes of the turns of a group, of these rows; None: rows travel as they were put."""
         return None if self._merger is None else self._merger.turns_of(key, batch)
@@ -319,7 +329,8 @@ class RolloutStream:
         tables = [self.store.rows_of(key) for key in there] or [self.store.schema.no_rows()]
         batch = batch_of(pa.concat_tables(tables), np.concatenate([*ids.values(), np.array([], np.int64)]))
         counts = np.array([len(ids[key]) for key in there], np.int64)
-        facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self.trained_by(step))
+        batch, withheld = self.as_trained(step, batch)
+        facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self.trained_by(step), withheld)
         if self._merger is not None and there:
             bounds = offsets_of(counts)
             batch, holder = self._merger.merge(batch, there, bounds.tolist())

@@ -148,7 +148,7 @@ class MixtureSpec(BaseModel):
     by: Literal["rows", "tokens"] = Field(default="rows", description="What weights count.")
 
 
-OnStale = Literal["pace", "reissue", "drop", "train"]
+OnStale = Literal["pace", "reissue", "drop", "withhold", "train"]
 
 
 class PromptSpec(BaseModel):
@@ -159,7 +159,6 @@ class PromptSpec(BaseModel):
     mixture: MixtureSpec | None = None
     plan: PlanConfig = Field(description="Order and epochs; a step of it is one prompt.")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    on_stale: OnStale = Field(default="pace", description="What is done about groups that get too old.")
     max_prompt_s: float | None = Field(
         default=None, description="How long a producer may have a prompt; None: as long as it lives."
     )
@@ -188,6 +187,7 @@ class RolloutSpec(BaseModel):
     drop_constant: str | None = Field(
         default=None, description="A per-row column: groups that have one value of it are dropped."
     )
+    on_stale: OnStale = Field(default="drop", description="What is done about groups that get too old.")
     prompts: PromptSpec | None = Field(
         default=None, description="None: producers bring prompts of their own."
     )

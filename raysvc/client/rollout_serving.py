@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from raysvc.job.config import NAME, PlanConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from raysvc.actors.server.spec import OnStale, PromptSpec
+    from raysvc.actors.server.spec import PromptSpec
     from raysvc.api import ServerHandle
     from raysvc.job.config import JobConfig
 
@@ -48,7 +48,7 @@ def serve_rollouts(
     rows: Literal["keep", "merge"] = "merge",
     model_reads: Sequence[str] | None = None,
     prompts: str | Path | Mapping[str, Any] | JobConfig | None = None,
-    on_stale: Literal["pace", "reissue", "drop", "train"] = "pace",
+    on_stale: Literal["pace", "reissue", "drop", "withhold", "train"] | None = None,
     max_prompt_s: float | None = None,
     max_attempts: int = 3,
     drop_constant: str | None = None,
@@ -78,9 +78,12 @@ def serve_rollouts(
         producer_ttl_s: how long the reservations and open groups of a producer last without a sign of life.
         prompts: a job (path, mapping or config) whose rows the server hands out as prompts, in the order and as often as its `plan`
             says, mixed by its `mixture`; `producer.prompts()` gets them. None: producers bring prompts of their own.
-        on_stale: with prompts, what is done about groups that get too old. `pace`: steps wait for prompts that are under way, oldest
-            weights first, so that none gets too old and long rollouts are trained as often as short ones; `reissue`: the prompt is
-            handed out again; `drop`: it is not trained; `train`: it is, and the loss should correct for it (`PolicyLoss(tis_cap=...)`).
+        on_stale: what is done about groups that get too old. `pace`, the default with prompts: steps wait for prompts that are under way,
+            oldest weights first, so that none gets too old and long rollouts are trained as often as short ones; `reissue`, with
+            prompts: the prompt is handed out again; `drop`, the default without prompts: it is not trained; `withhold`: a group is as
+            old as its newest sequence, and of one that is trained the sequences that are too old travel without a target, as part of
+            the baseline (`Group(weight_version=[...])`); a group that is too old as a whole is reissued, or dropped without prompts;
+            `train`: it is trained, and the loss should correct for it (`PolicyLoss(tis_cap=...)`).
         max_prompt_s: with prompts, how long a producer may have one before it is handed out again; None: as long as it lives.
         max_attempts: with prompts, how often one is handed out before it is given up.
         drop_constant: a per-row column (the reward): a group whose trajectories all have one value of it teaches nothing, and is dropped
@@ -96,7 +99,7 @@ def serve_rollouts(
         ServerError: the name is served with another spec.
     """
     from raysvc.actors.launch import start_server, wait_for
-    from raysvc.actors.server.spec import RolloutSpec, ServeSpec
+    from raysvc.actors.server.spec import OnStale, RolloutSpec, ServeSpec
     from raysvc.api import ServerHandle
     from raysvc.cache.store.open import absolute
     from raysvc.cluster import connect, node_for
@@ -106,17 +109,19 @@ def serve_rollouts(
 
     choice(_ARGUMENT.format("on_bad_group"), on_bad_group, ("fill", "shrink"))
     choice(_ARGUMENT.format("rows"), rows, ("keep", "merge"))
-    choice(_ARGUMENT.format("on_stale"), on_stale, ("pace", "reissue", "drop", "train"))
+    if on_stale is not None:
+        choice(_ARGUMENT.format("on_stale"), on_stale, get_args(OnStale))
     limit_s = (
         None if max_prompt_s is None else number(_ARGUMENT.format("max_prompt_s"), max_prompt_s, or_low=False)
     )
     attempts = integer(_ARGUMENT.format("max_attempts"), max_attempts, 1)
     job = None if prompts is None else _job_of_prompts(prompts)
-    if job is None and (on_stale, max_prompt_s, max_attempts) != ("pace", None, 3):
+    needs_prompts = on_stale in ("pace", "reissue")
+    if job is None and (needs_prompts, max_prompt_s, max_attempts) != (False, None, 3):
         given = next(
             name
             for name, is_given in (
-                ("on_stale", on_stale != "pace"),
+                (f"on_stale={on_stale!r}", needs_prompts),
                 ("max_prompt_s", limit_s),
                 ("max_attempts", True),
             )
@@ -142,6 +147,7 @@ def serve_rollouts(
             on_bad_group=on_bad_group,
             producer_ttl_s=number(_ARGUMENT.format("producer_ttl_s"), producer_ttl_s, or_low=False),
             rows=rows,
+            on_stale=on_stale or ("drop" if job is None else "pace"),
             drop_constant=optional_text(_ARGUMENT.format("drop_constant"), drop_constant),
             model_reads=None
             if model_reads is None
@@ -158,7 +164,7 @@ def serve_rollouts(
     if node_id is None:
         rollouts_see(absolute(run_dir), spec.storage_options, spec.num_cpus, job)
     if job is not None and spec.rollouts is not None:
-        handed_out = _prompts(job, address, on_stale, limit_s, attempts)
+        handed_out = _prompts(job, address, limit_s, attempts)
         spec = spec.model_copy(update={"rollouts": spec.rollouts.model_copy(update={"prompts": handed_out})})
     actor = start_server(spec, detached=detached, node_id=node_id, may_grow=wait_for_nodes)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
@@ -187,7 +193,7 @@ def _job_of_prompts(prompts: str | Path | Mapping[str, Any] | JobConfig) -> JobC
 
 
 def _prompts(
-    job: JobConfig, address: str | None, on_stale: OnStale, max_prompt_s: float | None, max_attempts: int
+    job: JobConfig, address: str | None, max_prompt_s: float | None, max_attempts: int
 ) -> PromptSpec:
     """The entries of a job of prompts, which are built where they are missing, and the order of their rows."""
     from raysvc.actors.server.spec import PromptSpec, SourceSpec
@@ -203,7 +209,6 @@ def _prompts(
         mixture=mixture_spec(job, entry.entries),
         plan=job.plan.model_copy(update={**one_by_one, "rows": trained_rows(job, entry.entries)}),
         storage_options=job.cache.storage_options,
-        on_stale=on_stale,
         max_prompt_s=max_prompt_s,
         max_attempts=max_attempts,
     )

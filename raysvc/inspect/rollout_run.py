@@ -141,7 +141,8 @@ class RolloutRun:
             if key in pool.quarantined:
                 gone[f"{key[0]}#{key[1]}"] = pool.quarantined[key]
                 continue
-            facts = facts_of(batch, np.zeros(len(batch), np.int64), trained_by)
+            batch, withheld = self._stream.as_trained(step, batch)
+            facts = facts_of(batch, np.zeros(len(batch), np.int64), trained_by, withheld)
             groups.append(StepGroup(key, facts, self._stream.turns_of(key, batch)))
         return RolloutStep(step, trained_by, groups, gone)
 

@@ -20,10 +20,11 @@ from raysvc.job.carried import RESERVED, Align
 from raysvc.job.column_dtypes import BF16
 from raysvc.rl.engine_values import array_of, is_finite, laid
 
-KEYS = ("uid", "attempt", "weight_version")
+KEYS = ("uid", "attempt")
+VERSION = "weight_version"
 GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then
 TRAJECTORY = "trajectory"  # per-row column
-FIXED = (*KEYS, *GROWTH, "input_ids", "loss_mask")
+FIXED = (*KEYS, VERSION, *GROWTH, "input_ids", "loss_mask")
 MADE = RESERVED - {*FIXED, "chosen", "label", "mismatched"}  # columns of a shard that no put brings
 LARGEST = 2**63 - 1  # of the counts
 
@@ -40,7 +41,8 @@ class Group:
             or tensors on the CPU; bfloat16 as a tensor or `BF16`.
         rows: per-row columns, name -> numbers [S, *shape] (reward, advantage).
         attempt: counts retries of the same prompt; (uid, attempt) is put once.
-        weight_version: of the weights that sampled it; the oldest one, where they changed in between.
+        weight_version: of the weights that sampled it: one for all sequences, or [S], one each; the oldest one, where they changed within
+            a sequence.
         first_row: number of its first sequence, where earlier puts had the sequences before it.
         closed: False: more sequences will be put; the group is trained once one put says True.
         align: column of `tokens` -> how its values lie. `this_token`: L of them, or L - 1 where the last token has none;
@@ -56,7 +58,7 @@ class Group:
     tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     rows: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
-    weight_version: int = 0
+    weight_version: Any = 0
     first_row: int = 0
     closed: bool = True
     align: Mapping[str, Align] = field(default_factory=dict)
@@ -93,7 +95,21 @@ def checked(group: Group) -> Group:
     rows = {name: row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
     if group.trajectory is not None:
         rows[TRAJECTORY] = _trajectory(group, len(ids))
-    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows, align={}, trajectory=None)
+    versions = _versions(group, len(ids))
+    return replace(
+        group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows, weight_version=versions, align={},
+        trajectory=None,
+    )  # fmt: skip
+
+
+def _versions(group: Group, count: int) -> int | npt.NDArray[np.int64]:
+    """One version where all sequences have the same."""
+    if np.ndim(group.weight_version) == 0:
+        return int(group.weight_version)
+    versions = row_column(group, VERSION, group.weight_version, count)
+    if versions.dtype.kind not in "iu" or versions.ndim > 1 or bool((versions < 0).any()):
+        raise group_error(group, f"has a {VERSION} that is not one count each", "count from 0")
+    return int(versions[0]) if bool((versions == versions[0]).all()) else versions.astype(np.int64)
 
 
 def _trajectory(group: Group, count: int) -> npt.NDArray[np.int64]:
@@ -118,8 +134,15 @@ def check_keys(group: Group) -> None:
         raise SourceError("group ''", "has no uid", "give it the uid of its prompt")
     if "\0" in group.uid or any("\ud800" <= letter <= "\udfff" for letter in group.uid):
         raise group_error(group, "has a uid with a NUL or half a character", "give text that is UTF-8")
-    for name in ("attempt", "weight_version", "first_row"):
+    for name in ("attempt", VERSION, "first_row"):
         value = getattr(group, name)
+        if (
+            name == VERSION
+            and not isinstance(value, str | bytes)
+            and hasattr(value, "__len__")
+            and np.ndim(value)
+        ):
+            continue  # one each: see `_versions`
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise group_error(group, f"has {name} {value!r}, which is not a whole number", "count from 0")
         if value < 0:

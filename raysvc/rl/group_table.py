@@ -51,7 +51,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
     columns: dict[str, Any] = {
         "uid": pa.array(np.repeat([group.uid for group in whole], sizes)),
         "attempt": pa.array(np.repeat(np.array([group.attempt for group in whole], np.int64), sizes)),
-        "weight_version": pa.array(np.repeat(np.array([g.weight_version for g in whole], np.int64), sizes)),
+        "weight_version": pa.array(np.concatenate([_versions(group) for group in whole])),
         "first_row": pa.array(np.repeat(np.array([g.first_row for g in whole], np.int64), sizes)),
         "closed": pa.array(np.repeat(np.array([g.closed for g in whole], np.bool_), sizes)),
         "input_ids": _lists([ids for group in whole for ids in group.input_ids]),
@@ -72,7 +72,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
 def merged(groups: Sequence[Group]) -> list[Group]:
     """Groups of one uid and attempt as one group of all their sequences, at the place of the first.
 
-    Its weight version is the oldest of theirs; it is closed when the last one is.
+    Each sequence keeps its weight version; the group is closed when the last one is.
     """
     by_key: dict[tuple[str, int], list[Group]] = {}
     for group in groups:
@@ -135,7 +135,7 @@ def groups_of(table: pa.Table) -> list[Group]:
         }
         ids, mask = lists.pop("input_ids"), lists.pop("loss_mask")
         tokens = {name.removeprefix("token."): values for name, values in lists.items()}
-        uid, attempt, version = keys[first]
+        (uid, attempt), version = keys[first], _one_or_each(part.column("weight_version").to_numpy())
         growth = {name: part.column(name)[0].as_py() for name in GROWTH if name in part.column_names}
         trajectory = rows.pop(TRAJECTORY, None)
         out.append(Group(uid, ids, mask, tokens, rows, attempt, version, **growth, trajectory=trajectory))
@@ -161,9 +161,17 @@ def _joined(parts: list[Group]) -> Group:
         loss_mask=[mask for part in parts for mask in part.loss_mask],
         tokens={name: [each for part in parts for each in part.tokens[name]] for name in first.tokens},
         rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
-        weight_version=min(part.weight_version for part in parts),
+        weight_version=_one_or_each(np.concatenate([_versions(part) for part in parts])),
         closed=parts[-1].closed,
     )
+
+
+def _versions(group: Group) -> npt.NDArray[np.int64]:
+    return np.broadcast_to(np.asarray(group.weight_version, np.int64), (len(group.input_ids),))
+
+
+def _one_or_each(versions: npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
+    return int(versions[0]) if bool((versions == versions[0]).all()) else versions
 
 
 def arrow_of_values(values: npt.NDArray[Any]) -> pa.Array:

@@ -19,7 +19,7 @@ from raysvc.job.column_dtypes import BF16, float32_of
 from raysvc.row_batch import RowBatch
 
 Array = npt.NDArray[Any]
-BY_ROW = ("length", "trained_tokens", "staleness")
+BY_ROW = ("length", "trained_tokens", "staleness", "withheld")
 NAMES = ("trajectory", "weight_version")  # they say which, not how much
 
 
@@ -29,7 +29,8 @@ class RolloutFacts:
 
     Attributes:
         columns: name -> [N, *shape]: each per-row column (bfloat16 as float32), `weight_version`, `staleness` (versions between the weights that
-            sampled the row and those that train it), `length`, `trained_tokens`.
+            sampled the row and those that train it), `length`, `trained_tokens`; `withheld`, 1 for a row that was too old
+            (`on_stale="withhold"`).
         is_last: bool [N], whether the row is the last one of its trajectory.
     """
 
@@ -62,13 +63,16 @@ class RolloutFacts:
         return out
 
 
-def facts_of(batch: RowBatch, group_of_N: Array, trained_by: int) -> RolloutFacts:
+def facts_of(
+    batch: RowBatch, group_of_N: Array, trained_by: int, withheld_N: Array | None = None
+) -> RolloutFacts:
     """The facts of a step.
 
     Args:
         batch: N rows as they were put, group after group, in the order in which they were put.
         group_of_N: int [N], number of each row's group.
         trained_by: the weight version that trains the step.
+        withheld_N: bool [N], the rows that were too old to be trained; None: the server withholds none.
     """
     is_target = batch.tokens["loss_mask"] != 0
     is_target[batch.offsets[:-1]] = False  # nothing predicts a first token
@@ -77,6 +81,8 @@ def facts_of(batch: RowBatch, group_of_N: Array, trained_by: int) -> RolloutFact
         name: float32_of(values) if values.dtype == BF16 else values for name, values in batch.rows.items()
     }
     columns |= {"staleness": trained_by - versions, "length": batch.lengths}
+    if withheld_N is not None:
+        columns["withheld"] = withheld_N.astype(np.int64)
     columns["trained_tokens"] = np.add.reduceat(is_target.astype(np.int64), batch.offsets[:-1])
     return RolloutFacts(columns, _is_last(group_of_N, batch.rows.get("trajectory")))
 

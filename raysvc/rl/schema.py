@@ -35,7 +35,8 @@ class Admitted(NamedTuple):
 
 
 class GroupSpan(NamedTuple):
-    """A group in a table: its rows [start, stop), which are rows `first` on of the group."""
+    """A group in a table: its rows [start, stop), which are rows `first` on of the group; `version` is that of the oldest row, or of the
+    newest where `spans_of` is asked for it."""
 
     key: tuple[str, int]
     start: int
@@ -43,6 +44,7 @@ class GroupSpan(NamedTuple):
     version: int
     first: int
     closed: bool
+    newest: int
 
 
 @dataclass
@@ -240,8 +242,8 @@ def row_numbers(table: pa.Table) -> npt.NDArray[np.int64]:
     return numbers
 
 
-def spans_of(table: pa.Table) -> list[GroupSpan]:
-    """The groups of a put."""
+def spans_of(table: pa.Table, *, by_newest: bool = False) -> list[GroupSpan]:
+    """The groups of a put; `by_newest`: a group is as old as its newest row."""
     starts = group_starts(table)
     uids, attempts = table.column("uid"), table.column("attempt")
     versions = table.column("weight_version").to_numpy()
@@ -249,8 +251,9 @@ def spans_of(table: pa.Table) -> list[GroupSpan]:
     spans = []
     for start, stop in pairwise(starts):
         key = (uids[start].as_py(), attempts[start].as_py())
-        oldest = int(versions[start:stop].min())
-        spans.append(GroupSpan(key, start, stop, oldest, int(firsts[start]), bool(closed[stop - 1])))
+        oldest, newest = int(versions[start:stop].min()), int(versions[start:stop].max())
+        version, is_closed = newest if by_newest else oldest, bool(closed[stop - 1])
+        spans.append(GroupSpan(key, start, stop, version, int(firsts[start]), is_closed, newest))
     return spans
 
 

@@ -108,6 +108,66 @@ def test_what_was_evicted_stays_away_when_the_trainer_goes_back_and_the_server_r
         assert one.pool.capacity(0) == 0, "the steps that were formed are still to be trained"
 
 
+def test_sequences_that_are_too_old_travel_without_a_target_and_stay_so_however_often_the_step_is_made(
+    tmp_path: Path,
+) -> None:
+    rollouts = stream(tmp_path, max_staleness=1, on_stale="withhold", rows="merge")
+    rollouts.store.set_version(5, 0)
+    old, mixed, fresh = (
+        group(number, weight_version=versions) for number, versions in enumerate(([3, 3], [3, 4], [5, 5]))
+    )
+    result = rollouts.put(table_of([old, mixed, fresh]), gate=0)
+    assert result is not None
+    assert result.verdicts == {"g0": "stale", "g1": "new", "g2": "new"}
+    assert rollouts.form(0, 0)
+
+    def targets() -> dict[tuple[int, int], bool]:
+        """(group, row) -> whether it is trained."""
+        info, shards = rollouts.make(0, (1,))
+        assert info.rollouts is not None
+        assert info.rollouts.columns["withheld"].tolist() == [1, 0, 0, 0]
+        assert info.weight_versions == (3, 5)
+        return {
+            (int(ids[0]), int(ids[2])): bool((labels >= 0).any())
+            for shard in shards
+            for ids, labels in zip(shard.arrays["input_ids"], shard.arrays["labels"], strict=True)
+        }
+
+    expected = {(1, 0): False, (1, 1): True, (2, 0): True, (2, 1): True}
+    assert targets() == expected
+    rollouts.store.set_version(6, 1)
+    assert targets() == expected
+    rollouts.store.rewind(0, 1)
+    rollouts = stream(tmp_path, max_staleness=1, on_stale="withhold", rows="merge")
+    rollouts.store.set_version(6, 1)
+    assert targets() == expected
+    assert rollouts.pool.versions[("g1", 0)] == 4, "a group is as old as its newest sequence"
+
+
+def test_an_open_group_that_grows_is_as_old_as_its_newest_sequence_where_old_ones_are_withheld(
+    tmp_path: Path,
+) -> None:
+    for policy, version in (("withhold", 2), ("drop", 1)):
+        rollouts = stream(tmp_path / policy, max_staleness=1, on_stale=policy)
+        rollouts.store.set_version(2, 0)
+        for first, own in enumerate((0 if policy == "withhold" else 1, 2)):
+            put(rollouts, group(0, 1, weight_version=own, first_row=first, closed=first == 1))
+        for each in (rollouts, stream(tmp_path / policy, max_staleness=1, on_stale=policy)):
+            assert [ready.version for ready in each.pool.ready] == [version]
+
+
+def test_versions_that_are_not_one_count_a_sequence_are_refused(tmp_path: Path) -> None:
+    rollouts = stream(tmp_path, max_staleness=1)
+    for versions, match in (
+        ([1], "1 values in 'weight_version' for 2 sequences"),
+        ([-1, 0], "not one count each"),
+        ([0.5, 1.0], "not one count each"),
+        ([0, 9], "weight version 9, and the newest that can be there is 1"),
+    ):
+        with pytest.raises(SourceError, match=match):
+            put(rollouts, group(0, weight_version=versions))
+
+
 @pytest.mark.parametrize("rows", ["keep", "merge"])
 @pytest.mark.parametrize("columns", [{}, {"late": ("reward",)}])
 def test_a_step_of_which_no_group_can_be_collated_is_made_without_rows(
@@ -146,7 +206,7 @@ def test_a_version_that_jumps_or_that_no_weights_can_have_is_refused(tmp_path: P
 def test_telling_a_version_does_not_walk_the_steps_that_are_trained(tmp_path: Path) -> None:
     pool = stream(tmp_path, max_staleness=1).pool
     num = 200_000
-    pool.load({step: [(f"g{step}", 0)] for step in range(num)}, 0, set())
+    pool.load({step: ([(f"g{step}", 0)], 0) for step in range(num)}, 0, set())
     pool.told, pool.reached = [(num, num)], num
     begin = time.perf_counter()
     for _ in range(200):

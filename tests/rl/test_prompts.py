@@ -104,7 +104,7 @@ class Bench:
     def open(self) -> None:
         pool = Pool(self.batch_size, self.staleness)
         policy = self.rules and self.rules.on_stale
-        pool.paced, pool.evicts = policy == "pace", policy != "train"
+        pool.paced, pool.evicts, pool.withholds = policy == "pace", policy != "train", policy == "withhold"
         spool = Spool(str(self.folder), {})
         self.mortal = MortalStore(spool._store)
         spool._store = self.mortal  # type: ignore[assignment]
@@ -138,9 +138,7 @@ class Bench:
     def ask_again(self, owner: str, number: int, count: int = 1) -> list[tuple[str, int]]:
         """As Ray repeats a call."""
         life = f"{self.lives.get(owner, 0)}.{number}"
-        told = self.call(
-            lambda: self.store.hand_out(owner, life, count, self.frontier, is_first=number == 0)
-        )
+        told = self.call(lambda: self.store.hand_out(owner, life, count, self.frontier, is_first=number == 0))
         return [each[:2] for each in told]
 
     def restart(self, owner: str) -> None:
@@ -150,7 +148,11 @@ class Bench:
 
     def put(self, uid: str, attempt: int, owner: str, version: int | None = None) -> str:
         own = self.store.pool.version if version is None else version
-        group = Group(uid, [[1, 2]], [[0, 1]], attempt=attempt, weight_version=own)
+        versions = [max(0, own - position_of(uid) % 3), own]  # the first sequence began earlier
+        group = Group(
+            uid, [[1, 2], [1, 3]], [[0, 1]] * 2, attempt=attempt,
+            weight_version=versions if self.store.pool.withholds else own,
+        )  # fmt: skip
         result = self.call(lambda: self.store.put(table_of([group]), owner, gate=self.frontier))
         # it waits while there is no capacity, which its prompt had until it was taken back
         assert result is not None or uid in self.book.back
@@ -227,7 +229,7 @@ ACTIONS = (
 @settings(max_examples=300, deadline=None)
 @given(
     data=st.data(),
-    policy=st.sampled_from(["pace", "reissue", "drop", "train"]),
+    policy=st.sampled_from(["pace", "reissue", "drop", "withhold", "train"]),
     staleness=st.integers(0, 2),
     snapshot_every=st.sampled_from([1, 2, 5, 1000]),
 )
@@ -831,9 +833,14 @@ def test_what_would_be_left_unread_is_refused_before_anything_starts(prompts_of:
     import raysvc
 
     fixed = {"run_dir": "unused", "pad_token_id": 0, "plan": {"batch_size": 2}}
-    for name, value in (("on_stale", "drop"), ("max_prompt_s", 5.0), ("max_attempts", 1)):
+    for name, value in (
+        ("on_stale", "pace"),
+        ("on_stale", "reissue"),
+        ("max_prompt_s", 5.0),
+        ("max_attempts", 1),
+    ):
         with pytest.raises(
-            ConfigError, match=rf"serve_rollouts\({name}\): is about prompts, and there are none"
+            ConfigError, match=rf"serve_rollouts\({name}.*\): is about prompts, and there are none"
         ):
             raysvc.serve_rollouts("refused", **fixed, **{name: value})
     job = prompts_of(3)

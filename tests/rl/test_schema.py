@@ -171,7 +171,7 @@ def test_groups_of_one_uid_and_attempt_in_one_put_are_one_group_of_all_their_row
     back = {each.uid: each for each in groups_of(table_of(parts))}
     assert {uid: len(each.input_ids) for uid, each in back.items()} == {"a": 5, "b": 1, "c": 1}
     assert back["a"].rows["reward"].tolist() == [0, 1, 0, 1, 2]
-    assert back["a"].weight_version == 2, "of the oldest weights"
+    assert back["a"].weight_version.tolist() == [2, 2, 3, 3, 3], "each sequence keeps its own"
     raw = pa.concat_tables([table_of([part]) for part in parts])  # a table that nobody merged
     rows = Schema(NEEDED).admit(raw).rows
     spans = spans_of(rows)
