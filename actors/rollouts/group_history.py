@@ -164,6 +164,13 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
     pool.load(spool.steps(), forgotten.kept_from, found.forgotten | found.gone)
+    for (
+        uid,
+        attempt,
+    ) in pool.step_of:  # also of those whose rows are lost: they came, and are under way no more
+        if (handed := book.out.get(uid)) is not None and handed.attempt == attempt:
+            book.put(uid)
+            pool.release([uid])
     return found
 
 

@@ -779,6 +779,45 @@ def test_the_last_step_of_a_stream_is_short_or_left_out_and_a_server_without_pro
 
 
 @pytest.mark.ray
+def test_a_step_whose_rows_are_all_gone_passes_and_the_next_one_is_trained(
+    prompts_of: Callable[..., Any], started: Callable[..., Any], tmp_path: Path
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.actors.launch import stop_server
+    from raysvc.collate import read_shard
+
+    job = prompts_of(8, shuffle="none")
+    started("spoilt", prompts=job)
+    producer = raysvc.rollouts("spoilt")
+    with pytest.raises(ConfigError, match=r"hands out the prompts; loop over producer\.prompts"):
+        producer.reserve(["mine"])
+    for prompt in producer.prompts():
+        producer.put_groups(sampled(prompt))
+    rewards: list[list[float]] = []
+    with raysvc.attach("spoilt", dp_size=1) as client:
+        steps = client.steps()
+        for number in range(2):
+            next(steps)
+            client.commit(number)
+        for path in sorted((tmp_path / "spoilt" / "server" / "rollouts" / "groups").iterdir())[:4]:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        os.kill(producer._call("stats", "control")["pid"], signal.SIGKILL)
+        client.rewind(0)
+        for step in client.steps():
+            shards = [read_shard(ray.get(mini.shards[0])) for mini in step.mini_batches]
+            rewards.append(sorted(float(each) for shard in shards for each in shard.arrays["reward"] if each))
+            client.commit(step.index)
+    assert rewards == [[], [8.0, 10.0, 12.0, 14.0]]
+    assert len(producer.stats()["quarantined"]) == 4
+    assert producer.stats()["trained"] == 4
+    stop_server("spoilt")
+    with pytest.raises(ConfigError, match="others than those that were handed out"):
+        started("spoilt", prompts=prompts_of(9))
+
+
+@pytest.mark.ray
 def test_prompts_are_read_with_the_credentials_of_their_job_and_nobody_keeps_these(
     prompts_of: Callable[..., Any], started: Callable[..., Any], s3_server: Any, tmp_path: Path
 ) -> None:
