@@ -49,7 +49,7 @@ def groups_in(step: Any) -> list[list[int]]:
     return out
 
 
-def test_a_damaged_group_is_named_and_its_step_and_the_next_ones_are_trained(
+def test_a_group_that_is_gone_is_named_and_its_step_and_the_next_ones_are_trained(
     served: tuple[str, Any], tmp_path: Path
 ) -> None:
     import ray
@@ -63,7 +63,7 @@ def test_a_damaged_group_is_named_and_its_step_and_the_next_ones_are_trained(
     with raysvc.attach(server.name, look_ahead_steps=0) as client:
         assert groups_in(next(client.steps())) == [[0, 1], [2, 3]]
         path = sorted((tmp_path / "server" / "rollouts" / "groups").iterdir())[1]
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        path.unlink()  # it was damaged, and its error says that one may remove it
         stats = ray.get(server.actor.stats.options(concurrency_group="control").remote())
         os.kill(stats["pid"], signal.SIGKILL)
         client.rewind(0)
