@@ -331,7 +331,7 @@ class Pool:
         return [key for number in range(self.kept_from, step) for key in self.steps.get(number, ())]
 
     def trained_below(self, step: int) -> int:
-        """How many groups the steps below `step` trained, those that were forgotten included."""
+        """Counts the groups that the steps below `step` trained, those that were forgotten included."""
         return self.trained_before + sum(key not in self.quarantined for key in self.groups_below(step))
 
     def forget_below(self, step: int) -> None:
