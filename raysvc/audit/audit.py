@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,8 +47,8 @@ class AuditedSource(NamedTuple):
     """One source of a job.
 
     Attributes:
-        name: what places in it begin with; "" for the source of a job that has one.
-        section: of the job, for mistakes; "" for `source`.
+        name: of a mixture's source, `evals.NAME` of an eval's; "" where a job has one.
+        section: of the job that the section `source` stands in; "" for the job itself.
         number: of a mixture's source; None for an eval's.
         job: that source alone.
     """
@@ -56,6 +57,11 @@ class AuditedSource(NamedTuple):
     section: str
     number: int | None
     job: JobConfig
+
+    @property
+    def prefix(self) -> str:
+        """What addresses of its rows begin with."""
+        return f"{self.name} " if self.name else ""
 
 
 def audit(job: JobConfig, progress: Progress = silent) -> AuditReport:
@@ -81,12 +87,12 @@ def sources_of(job: JobConfig) -> list[AuditedSource]:
     from raysvc.evals.eval_entries import job_of_eval
 
     evals = [
-        AuditedSource(f"evals.{name} ", f"evals.{name}", None, job_of_eval(job, name))
+        AuditedSource(f"evals.{name}", f"evals.{name}", None, job_of_eval(job, name))
         for name, each in job.evals.items()
         if each.source is not None
     ]
     own = [
-        AuditedSource(f"{name} " if name else "", f"mixture.sources.{name}" if name else "", number, each)
+        AuditedSource(name, f"mixture.sources.{name}" if name else "", number, each)
         for number, (name, each) in enumerate(jobs_of(job).items())
     ]
     for one in (found := [*evals, *own]):
@@ -117,7 +123,7 @@ class _Auditor:
         job, options = source.job, source.job.source.storage_options
         if job.source.follow:  # the files that are there now
             job = job.model_copy(update={"source": job.source.model_copy(update={"follow": False})})
-        with keys_under(source.section) if source.section else keys_under("source"):
+        with keys_under(source.section) if source.section else nullcontext():
             plan = plan_build(
                 job, open_store(cache_root(job), job.cache.storage_options, job.cache.unsafe_store)
             )
@@ -140,11 +146,12 @@ class _Auditor:
         source = checks.source
         for number, why in watch.left_out:
             name, text = defect_of(why)
-            self._findings.add(name, None, place_of(source.name, number, None), text)
+            self._findings.add(name, None, place_of(source.prefix, number, None), text)
         first = slice_base(index) + source_base(source.number or 0)
         for chunk in watch.chunks:
-            for row in rows_of_chunk(chunk, checks.form, source.name, first, checks.decode):
-                self._row(checks, row)
+            for row in rows_of_chunk(chunk, checks.form, source.prefix, first, checks.decode):
+                if checks.is_planned(row):
+                    self._row(checks, row)
             assert chunk.kept is not None
             first += len(chunk.kept.lengths)
 
@@ -162,8 +169,8 @@ class _Auditor:
     def _checked(self, checks: _SourceChecks, row: AuditedRow, is_eval: bool) -> Iterator[tuple[str, str]]:
         yield from checks.tokens(row)
         yield from check_text(row.said, row.answer)
-        for example, sequence in zip(row.examples, row.sequences, strict=False):
-            yield from check_messages(example, sequence.text)
+        for example, text in row.conversations:
+            yield from check_messages(example, text)
             yield from check_calls(example, self._has_schemas)
         if row.row_id is not None:
             yield from self._same.check(row, is_eval)
@@ -196,10 +203,19 @@ class _SourceChecks:
         )
         self._limit = model_limit(plan.tokenizer.config)
         self._hf = hf
+        rows, skipped = source.job.plan.rows, source.job.plan.skip_rows
+        self._excluded = frozenset((*skipped, *(rows.exclude if rows else ())))
+        self._included = frozenset(rows.include) if rows and rows.include is not None else None
 
     def decode(self, ids: Any) -> str:
         """The text of tokens, without special ones."""
         return str(self._hf.decode(ids.tolist(), skip_special_tokens=True))
+
+    def is_planned(self, row: AuditedRow) -> bool:
+        """Whether the job's plan has the row: one that it leaves out needs no look."""
+        if self.source.number is None or row.row_id is None:
+            return True
+        return row.row_id not in self._excluded and (self._included is None or row.row_id in self._included)
 
     def tokens(self, row: AuditedRow) -> Iterator[tuple[str, str]]:
         """Defects of a row's tokens."""
@@ -221,5 +237,5 @@ class _SourceChecks:
         own = row.sequences[: row.own]
         if self.form.name != "pretokenized":
             return any(one.endless for one in own) and not any(one.has_end for one in own)
-        ids, mask = row.tokens[0]
+        ids, mask = row.tokens[row.main]
         return not np.isin(ids[mask != 0][-LAST_TOKENS:], self._special).any()

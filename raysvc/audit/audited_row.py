@@ -32,7 +32,7 @@ class AuditedRow:
     """See the module.
 
     Attributes:
-        source: name of the eval or of the mixture's source, with a blank; "" for a job of one source.
+        source: what its address begins with: "" in a job of one source.
         source_row: its number in the source.
         row_id: of its first sequence in the entry; None where it is left out.
         data: as it was read.
@@ -63,16 +63,21 @@ class AuditedRow:
         """Counts the row's own sequences, the first of the S: a row of `kto` has another one's answer beside it."""
         return 1 if self.form.name == "kto" else len(self.sequences)
 
-    @cached_property
-    def examples(self) -> tuple[ChatExample, ...]:
-        """Conversations among its own sequences."""
-        found = (one.example for one in self.sequences[: self.own])
-        return tuple(one for one in found if isinstance(one, ChatExample))
+    @property
+    def main(self) -> int:
+        """The place of the sequence that says most: the chosen side of a pair, else the last turn, before which all others stand."""
+        return 0 if self.form.name == "preference" else self.own - 1
+
+    @property
+    def conversations(self) -> Iterator[tuple[ChatExample, str]]:
+        """Conversations of the row, and their texts: both sides of a pair, else the one that says most."""
+        chosen = self.sequences[: self.own] if self.form.name == "preference" else [self.sequences[self.main]]
+        return ((one.example, one.text) for one in chosen if isinstance(one.example, ChatExample))
 
     @cached_property
     def prompt(self) -> str:
         """The words before the answer, in lower case and without punctuation."""
-        example = self.sequences[0].example
+        example = self.sequences[self.main].example
         if isinstance(example, ChatExample):
             text = " ".join(_text_of(one) for one in example.messages if one["role"] == "user")
         elif isinstance(example, TextExample):
@@ -86,7 +91,7 @@ class AuditedRow:
     @cached_property
     def answer(self) -> str:
         """The words of the last trained message, or all that is trained."""
-        example = self.sequences[0].example
+        example = self.sequences[self.main].example
         if isinstance(example, ChatExample):
             return _text_of(example.messages[example.trained[-1]]) if example.trained else ""
         if isinstance(example, TextExample):
@@ -97,7 +102,7 @@ class AuditedRow:
     @cached_property
     def said(self) -> str:
         """What user and assistant say, or the text; of rows that came as tokens, what is trained."""
-        example = self.sequences[0].example
+        example = self.sequences[self.main].example
         if isinstance(example, ChatExample):
             return "\n".join(_text_of(one) for one in example.messages if one["role"] in SPEAKERS)
         if isinstance(example, TextExample):

@@ -36,7 +36,7 @@ DEFECTS: dict[str, Defect] = {
     "unverified": Defect(
         "error",
         "cannot be read or verified, and are left out",
-        "fix these rows, or leave them out: max_quarantine=1",
+        "look at one, raysvc show {job} --source-row N, and fix it; or go on without them, max_quarantine=1",
     ),
     "nothing_trained": Defect(
         "error",

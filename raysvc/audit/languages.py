@@ -16,6 +16,7 @@ from raysvc.audit.audited_row import shown
 LEAST_CHARACTERS, MOST_CHARACTERS = 80, 2000
 SURE = 0.9
 RARE = 0.01  # share of the rows
+LEAST_KEPT = 1000
 
 
 class _InLanguage(NamedTuple):
@@ -50,8 +51,8 @@ class Languages:
             return
         self._counts[language] += 1
         rows = self._rows.setdefault(language, [])
-        if (
-            len(rows) <= RARE * self._counts.total() + 1
+        if len(rows) <= max(
+            LEAST_KEPT, RARE * self._counts.total()
         ):  # of a language that is not rare all need not be kept
             rows.append(_InLanguage(row_id, where, f"{language}: {shown(said)}"))
 

@@ -37,7 +37,8 @@ class SameRows:
     def check(self, row: AuditedRow, is_eval: bool) -> Iterator[Found]:
         """Defects of a row, beside those that came before it."""
         if is_eval:
-            self._prompts.setdefault(row.prompt, row.where)
+            if row.prompt:
+                self._prompts.setdefault(row.prompt, row.where)
             if self.near is not None:
                 self.near.add(row, is_eval)
             return

@@ -28,7 +28,10 @@ def audit(
 ) -> None:
     """Look for rows that teach nothing, or what nobody meant.
 
-    Every row is tokenized as a build does it; nothing is written or trained. Exit code 1 when a finding is an error.
+    Every row is tokenized as a build does it; nothing is written or trained. Exit code 1 when a finding is an error. Without a
+    job file, source and tokenizer are enough; a source may be the folder of an entry, whose rows are then numbered again.
+
+    Example: raysvc audit source.path=rows.jsonl tokenizer=Qwen/Qwen2.5-0.5B
 
     Example: raysvc audit job.yaml evals.test.source.path=test.jsonl --ids odd.txt
     """
@@ -36,7 +39,8 @@ def audit(
     from raysvc.job.job_file import load_job
     from raysvc.row_ids import written
 
-    job = load_job(config, overrides or ())
+    given = None if config == "job.yaml" and overrides and not Path(config).exists() else config
+    job = load_job(given, overrides or ())
     with View() as view:
         report = audited(job, view)
     if ids is not None:
@@ -46,14 +50,14 @@ def audit(
         found["odd_ids"] = [written(one) for one in report.odd_ids]
         emit(found)
     else:
-        _print(report, config)
+        _print(report, config if isinstance(config, str) else "job.yaml")
     if any(finding.severity == "error" for finding in report.findings):
         raise typer.Exit(1)
 
 
 def _print(report: AuditReport, job: str) -> None:
-    rows = ", ".join(f"{count} of {name.strip() or 'source'}" for name, count in report.rows.items())
-    print(f"{rows} in {report.seconds:.1f} s: {len(report.findings)} defects")
+    rows = ", ".join(f"{count} of {name or 'source'}" for name, count in report.rows.items())
+    print(f"rows: {rows}, in {report.seconds:.1f} s: {len(report.findings)} defects")
     for one in report.findings:
         print(f"[{one.severity}] {one.defect}: {one.rows} rows {one.what}")
         for where, text in one.examples:

@@ -118,28 +118,73 @@ SEEDS: dict[str, Callable[[Row], Row]] = {  # each makes one defect of a row wit
 }
 
 
-def test_defects_put_into_rows_of_conversations_are_found_each_where_it_is(tmp_path: Path) -> None:
-    clean = rows_of("sgd_train.jsonl", 200)
+def seeded(clean: list[Row]) -> tuple[list[Row], dict[str, list[int]]]:
+    """Rows with one defect of each kind, and where each is."""
     with_calls = [n for n, row in enumerate(clean) if any(m.get("tool_calls") for m in row["messages"])]
     rows, wanted = copy.deepcopy(clean), {}
     for (name, seed), place in zip(SEEDS.items(), with_calls[3::7], strict=False):
         rows[place], wanted[name] = seed(rows[place]), [place]
     assert len(wanted) == len(SEEDS)
+    wanted["duplicate"] = [len(rows)]
     rows.append(copy.deepcopy(clean[5]))
-    wanted["duplicate"] = [200]
     if HAS_MINHASH:
+        wanted["near_duplicate"] = [len(rows)]
         rows.append(said(copy.deepcopy(clean[9]), "Bye."))
-        wanted["near_duplicate"] = [201]
     if HAS_LANGUAGES:
-        rows.append(
-            {"messages": [{"role": "user", "content": GERMAN}, {"role": "assistant", "content": GERMAN}]}
-        )
-        wanted["odd_language"] = [len(rows) - 1]
+        wanted["odd_language"] = [len(rows)]
+        roles = ("user", "assistant")
+        rows.append({"messages": [{"role": role, "content": GERMAN} for role in roles]})
+    return rows, wanted
+
+
+def test_defects_put_into_rows_of_conversations_are_found_each_where_it_is(tmp_path: Path) -> None:
+    rows, wanted = seeded(rows_of("sgd_train.jsonl", 200))
     job = job_of(tmp_path, rows, max_length=5000)
     report = audit(load_job(job))
     assert source_rows(job, report) == wanted
     assert report.rows == {"": len(rows)}
     assert {one.rows for one in report.findings} == {1}
+
+
+def test_the_rows_of_a_mixture_have_the_addresses_of_its_entries(tmp_path: Path) -> None:
+    many = rows_of("sgd_train.jsonl", 30)
+    few = rows_of("gsm8k_train.jsonl", 20)
+    jobs = {
+        "sgd": job_of(tmp_path / "sgd", [*many, many[7]]),
+        "gsm": job_of(tmp_path / "gsm", [*few, few[2], many[3]]),
+    }
+    sources = {name: {"source": job["source"], "weight": 1} for name, job in jobs.items()}
+    job = {**{name: jobs["sgd"][name] for name in ("tokenizer", "cache")}, "mixture": {"sources": sources}}
+    report = audit(load_job(job))
+    assert places(report) == {"duplicate": ["sgd 0:0:30", "gsm 1:0:20", "gsm 1:0:21"]}
+    entry = raysvc.tokenize(job)
+    for mine, other in (("0:0:30", "0:0:7"), ("1:0:20", "1:0:2"), ("1:0:21", "0:0:3")):
+        assert entry.row(mine)["input_ids"] == entry.row(other)["input_ids"]
+
+
+def test_rows_of_which_a_build_makes_one_for_each_turn_are_looked_at_whole(tmp_path: Path) -> None:
+    rows = rows_of("sgd_train.jsonl", 20)
+    said(rows[4], "Enjoy your meal\x00 in San Jose.")
+    rows += [copy.deepcopy(rows[6])]
+    job = job_of(tmp_path, rows, train_on="each_assistant_turn")
+    report = audit(load_job(job))
+    assert source_rows(job, report) == {"control_characters": [4], "duplicate": [20]}
+
+
+def test_an_entry_is_audited_like_a_file_and_a_job_file_is_not_needed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    rows = rows_of("gsm8k_train.jsonl", 30)
+    entry = raysvc.tokenize(job_of(tmp_path, [*rows, rows[4]]))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["audit", f"source.path={entry.uri}", f"tokenizer={TOKENIZER}", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [(one["defect"], one["examples"][0][0]) for one in found["findings"]] == [("duplicate", "0:0:30")]
+    tokens = [{"input_ids": [n, 11, 1879, 0], "loss_mask": [0, 0, 1, 1]} for n in range(1000, 1030)]
+    tokens[3]["input_ids"][3] = 151645  # <|im_end|>
+    report = audit(load_job(job_of(tmp_path / "tokens", tokens)))
+    assert {one.defect: one.rows for one in report.findings} == {"no_end_of_turn": 29}
 
 
 def test_rows_of_an_eval_are_found_among_those_that_are_trained(tmp_path: Path) -> None:
@@ -151,7 +196,7 @@ def test_rows_of_an_eval_are_found_among_those_that_are_trained(tmp_path: Path) 
     report = audit(load_job(job))
     assert places(report) == {"eval_overlap": ["0:0:40"]}
     assert "evals.test 0:0:0" in report.findings[0].examples[0].text
-    assert report.rows == {"evals.test ": 21, "": 100}
+    assert report.rows == {"evals.test": 21, "": 100}
 
 
 @pytest.mark.parametrize("truncation", ["drop", "error"])
@@ -245,7 +290,8 @@ def test_the_command_prints_rows_and_remedies_and_writes_ids_that_a_plan_takes(t
     assert "0:0:43" not in done.stdout
     assert f"raysvc audit {job} --ids odd.txt" in done.stdout
     assert ids.read_text().split() == ["0:0:40", "0:0:41", "0:0:42", "0:0:43", "0:0:44"]
-    assert load_job(str(job), [f"plan.rows.exclude={ids}"]).plan.rows is not None
+    without_them = CliRunner().invoke(app, ["audit", str(job), f"plan.rows.exclude={ids}"])
+    assert "0 defects" in without_them.stdout
     said(rows[0], "", 1)
     job.write_text(json.dumps(job_of(tmp_path, rows)))
     done = CliRunner().invoke(app, ["audit", str(job), "--json"])
@@ -264,11 +310,52 @@ def test_every_remedy_has_something_to_type() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_invented_in_13473_real_rows(tmp_path: Path) -> None:
-    """But for calls of Hotels_3.ReserveHotel and others without a required argument, which is true."""
-    for name, count in (("gsm8k_train.jsonl", 7473), ("sgd_train.jsonl", 6000)):
-        source = {"path": str(SHARED / "data" / name)}
-        report = audit(load_job(job_of(tmp_path / name, [], source=source)))
-        assert report.rows == {"": count}
-        found = {one.defect: one.rows for one in report.findings}
-        assert found == ({"arguments_against_schema": 18} if name.startswith("sgd") else {})
+@pytest.mark.timeout(590)
+def test_twenty_defects_are_found_among_13473_real_rows_and_none_is_invented(tmp_path: Path) -> None:
+    """But for calls of 18 rows that leave out an argument which their schema requires: that is true of them."""
+    many, wanted = seeded(rows_of("sgd_train.jsonl", 6000))
+    few = rows_of("gsm8k_train.jsonl", 7473)
+    said(few[100], "<think>Half of 48.</think>It is 72.")
+    said(few[3000], "word " * 140_000)
+    seen = copy.deepcopy(few[7000])
+    said(seen, "It is 72.")
+    sides = {
+        "sgd": job_of(tmp_path / "sgd", many, max_length=5000),
+        "gsm": job_of(
+            tmp_path / "gsm",
+            few,
+            tokenizer={"name": str(TOKENIZER), "chat_template": STRIPS},
+            evals={"test": {"source": job_of(tmp_path / "test", [seen])["source"]}},
+        ),
+    }
+    reports = {name: audit(load_job(job)) for name, job in sides.items()}
+    found = source_rows(sides["sgd"], reports["sgd"])
+    broken = json.loads(lines("sgd_train.jsonl", 6000)[found["arguments_against_schema"][-1]])
+    assert wanted.pop("arguments_against_schema")[0] in found.pop("arguments_against_schema")
+    assert misses_a_required_argument(broken)
+    assert found == wanted
+    assert source_rows(sides["gsm"], reports["gsm"]) == {
+        "reasoning_removed": [100],
+        "over_model_limit": [3000],
+        "eval_overlap": [7000],
+    }
+    pairs = [pair(row, row["messages"][1]["content"], "No.") for row in rows_of("gsm8k_train.jsonl", 500)]
+    pairs.append({**pairs[3], "chosen": "No.", "rejected": pairs[3]["chosen"]})
+    pairs.append({**pairs[5], "rejected": pairs[5]["chosen"]})
+    reports["pairs"] = audit(load_job(job_of(tmp_path / "pairs", pairs)))
+    assert places(reports["pairs"]) == {"labels_contradict": ["0:0:1000"], "sides_equal": ["0:0:1002"]}
+    counts = {one.defect: one.rows for report in reports.values() for one in report.findings}
+    truly = sum(misses_a_required_argument(row) for row in rows_of("sgd_train.jsonl", 6000))
+    assert counts.pop("arguments_against_schema") == truly + 1 == 19
+    assert set(counts.values()) == {1}
+    assert len(counts) + 1 == 18 + HAS_MINHASH + HAS_LANGUAGES
+
+
+def misses_a_required_argument(row: Row) -> bool:
+    """By the row's own schemas, without a library."""
+    required = {
+        tool["function"]["name"]: tool["function"]["parameters"].get("required", [])
+        for tool in json.loads(row["tools"])
+    }
+    calls = [call["function"] for message in row["messages"] for call in message.get("tool_calls") or ()]
+    return any(name not in call["arguments"] for call in calls for name in required[call["name"]])
