@@ -146,6 +146,9 @@ def environment(name: str) -> str:
     listed.write_text("\n".join(lines) + "\n")
     install = [python, "-m", "pip", "install", "-q", "--no-deps", TORCH, TEMPLATES, "-r", str(listed)]
     subprocess.run(install, check=True)
+    if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
+        # no CPU build for this Python: that of PyPI does not load without the CUDA libraries, 4 GB
+        subprocess.run([python, "-m", "pip", "install", "-q", TORCH], check=True)
     (folder / ".installed").touch()
     return python
 

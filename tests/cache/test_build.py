@@ -40,7 +40,8 @@ def run_builders(action: str, **options: Any) -> Any:
     """What `builder.py` prints."""
     script = Path(__file__).with_name("builder.py")
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script), action, json.dumps(options)]
+    forks = "ignore:This process:DeprecationWarning"  # of Python 3.12 and newer, wherever a thread runs
+    command = [sys.executable, "-W", forks, str(script), action, json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100)
     assert done.stderr == ""
     assert done.returncode == 0
