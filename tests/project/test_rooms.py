@@ -65,6 +65,57 @@ def test_no_folder_holds_more_files_than_one_reads_at_a_glance() -> None:
     assert folders["raysvc"] <= 12
 
 
+BELOW = {  # room of the picture -> what it may import, as the picture says
+    "COMMANDS": {"RUNS", "SERVICE", "PIPELINES", "ACTORS", "CORE"},
+    "RUNS": {"SERVICE", "PIPELINES", "ACTORS", "CORE"},
+    "SERVICE": {"PIPELINES", "ACTORS", "CORE"},
+    "PIPELINES": {"CORE"},
+    "ACTORS": {"CORE"},
+    "CORE": set(),
+}
+
+
+def picture() -> dict[str, str]:
+    """Module or folder -> its room, as docs/architecture.md draws it."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn, rooms, room = page.split("```text\n")[1].split("```")[0], {}, ""
+    for line in drawn.splitlines():
+        left = re.split(r"  imports|  each imports", line)[0]
+        for word in re.findall(r"[A-Za-z_.]+", left):
+            if word.isupper():
+                room = word
+            else:
+                assert word not in rooms, f"{word} is drawn twice"
+                rooms[word] = room
+    return rooms
+
+
+def test_the_picture_of_the_rooms_has_every_module_and_every_arrow() -> None:
+    rooms, graph, arrows = picture(), import_graph(), set()
+
+    def room_of(module: str) -> str:
+        name = module.removeprefix("raysvc").removeprefix(".")
+        while name and name not in rooms:
+            name = name.rpartition(".")[0]
+        return rooms[name] if name else "COMMANDS"  # the package itself names what users call
+
+    for module, targets in graph.items():
+        for target in targets:
+            here, there = room_of(module), room_of(target)
+            assert here == there or there in BELOW[here], f"{module} imports {target}"
+            arrows.add((here, there))
+    assert set(rooms.values()) == BELOW.keys()
+    assert {(here, there) for here, below in BELOW.items() for there in below} <= arrows, (
+        "an arrow without an import"
+    )
+    drawn_alone = [
+        name for name in rooms if not any(f"{one}.".startswith(f"raysvc.{name}.") for one in graph)
+    ]
+    assert not drawn_alone, "the picture has what is not there"
+    top = {one.split(".")[1] for one in graph if "." in one} - {name.split(".")[0] for name in rooms}
+    assert not top, "the picture lacks a module"
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "AGENTS.md"])
 def test_every_file_that_a_map_names_exists(page: str) -> None:
     named = re.findall(r"`((?:raysvc|actors|pipelines|tests|docs)/[\w/.]+)`", (ROOT / page).read_text())
