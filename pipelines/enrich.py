@@ -52,7 +52,7 @@ class EnrichTask:
     base: Entry
     writer: EntryWriter
     load: Callable[[], ColumnComputer]
-    slices: Sequence[Mapping[str, Any]] | None = None
+    slices: Mapping[int, Mapping[str, Any]] | None = None
 
 
 class EnrichWorker:
@@ -108,7 +108,7 @@ def compute_slice(task: EnrichTask, compute: ColumnComputer, piece: RowSlice) ->
 
 
 def split_computed(
-    writer: EntryWriter, slices: Sequence[RowSlice], of_rows: Sequence[Mapping[str, Any]] | None = None
+    writer: EntryWriter, slices: Sequence[RowSlice], of_rows: Mapping[int, Mapping[str, Any]] | None = None
 ) -> tuple[dict[int, Receipt], list[RowSlice]]:
     """Receipts of an earlier builder, and the slices that are left to do.
 

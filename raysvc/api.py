@@ -99,10 +99,11 @@ def enrich(
     Raises:
         UserMistake: what `tokenize` raises, or a model that cannot score the rows.
     """
-    from raysvc.scoring.job_columns import wanted_of, with_columns
+    from raysvc.scoring.job_columns import refuse_followed, with_columns
 
     job = load_job(config, **overrides)
-    wanted_of(job)  # refuse before anything is tokenized
+    what = "raysvc enrich computes columns of all rows"
+    refuse_followed(job, what, "run raysvc train or raysvc serve with trainer.device: cpu")
     return with_columns(job, tokenize(job, address=address, progress=progress), address, progress)
 
 
@@ -152,14 +153,16 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.builds.build_beside import find_or_begin
+    from raysvc.builds.build_beside import find_or_begin, known_at_the_end
     from raysvc.evals.eval_entries import check_evals
     from raysvc.scoring.columns_beside import ColumnsBeside, columns_wait
-    from raysvc.scoring.job_columns import wanted_of, with_columns
+    from raysvc.scoring.job_columns import refuse_followed, wanted_of, with_columns
 
     check_evals(job)  # before a row is tokenized
     with_them = partial(ColumnsBeside, address=address, progress=progress)
     made = with_them if any(wanted for _, wanted in wanted_of(job).values()) else None
+    if waits := known_at_the_end(job) or columns_wait(job):
+        refuse_followed(job, waits, "give trainer.device: cpu, or leave the columns out")
     entry, build = find_or_begin(job, columns_wait(job), address, progress, made)
     return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
 

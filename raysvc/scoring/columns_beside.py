@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Never
 
 from raysvc.builds.build import held_generation
 from raysvc.builds.build_beside import STOP_S, BuildBeside
 from raysvc.builds.find_or_build import as_one
+from raysvc.cache import names
 from raysvc.cache.find import open_entry
 from raysvc.cache.generations import build_generation
 from raysvc.cache.growing.added_entry import AddedEntry
@@ -37,6 +38,7 @@ from raysvc.scoring.wanted import check_rows
 if TYPE_CHECKING:
     from raysvc.builds.lookup import Lookup
     from raysvc.cache.entry import Entry
+    from raysvc.cache.manifest import Receipt
     from raysvc.job.config import JobConfig, PoolConfig
     from raysvc.progress import Progress
     from raysvc.scoring.wanted import WantedColumns
@@ -116,10 +118,10 @@ class ColumnsBeside(BuildBeside):
 
     def wait(self) -> None:
         """Wait for the finished entries with their columns; raises what ended the build."""
+        for (_, layer), thread in zip(self._layers, self._columns, strict=False):
+            if layer.base.listings is None:
+                thread.join()  # it ends after the rows, also when these fail
         super().wait()
-        for thread in self._columns:
-            thread.join()
-        self.check()
 
     def stop(self) -> None:
         """Build and compute no further slice; see `BuildBeside.stop`."""
@@ -186,14 +188,43 @@ class _Layer:
             {"key": plan.key, "recipe": dict(plan.recipe), "folder": base.folder, "base": base.coming}
         )
         self.entry = AddedEntry(base.store, self.writer.folder, spec, base)
+        if base.listings is not None:
+            base.store.create(
+                f"{self.writer.folder}/{names.FOLLOWED}", b"{}"
+            )  # gc takes it for no dead build
         self._work = EnrichBuild(job, base, plan, self.writer)
 
     def run(self, order: Sequence[int], workers: PoolConfig | None, go_on: Callable[[], None]) -> None:
-        """Compute the slices in this order, and finish the entry."""
-        began_s = time.perf_counter()
-        wanted = self.entry.receipts.wanted
+        """Compute the slices in this order, and finish the entry; of a source that is followed go on with what comes."""
+        if self.base.listings is not None:
+            self._follow(order, workers, go_on)
+        began_s, wanted = time.perf_counter(), self.entry.receipts.wanted
         done = self.writer.receipts(lambda one: one.meta.get("slice") == wanted[one.slice_index])
-        left = [index for index in order if index not in done]
+        for receipt in self._computed([index for index in order if index not in done], workers, go_on):
+            done[receipt.slice_index] = receipt
+        while not self.base.is_finished():
+            go_on()
+            time.sleep(POLL_S)
+        self._work.base = open_entry(self.base.uri, self._work.job.cache.storage_options)
+        self._work.commit([done[index] for index in sorted(done)], began_s)
+
+    def _follow(self, order: Sequence[int], workers: PoolConfig | None, go_on: Callable[[], None]) -> Never:
+        """Compute the slices in this order, and then those that come."""
+        while True:
+            for _ in self._computed(self.entry.receipts.missing(order), workers, go_on):
+                pass
+            known = max(order, default=-1) + 1
+            while len(self.base.source_rows) <= known:
+                go_on()
+                self.base.knows(self.base.num_known + 1)
+                time.sleep(POLL_S)
+            self.entry.look()
+            order = range(known, self.entry.receipts.num_slices)
+
+    def _computed(
+        self, left: Sequence[int], workers: PoolConfig | None, go_on: Callable[[], None]
+    ) -> Iterator[Receipt]:
+        """Compute slices when their rows are there, in this order."""
         while left:
             go_on()
             there = [index for index in left if self.base.has([index])]
@@ -201,14 +232,8 @@ class _Layer:
                 self.base.wait_for(left[:1])
                 continue
             pieces = [self.piece(index) for index in there]
-            for receipt in self._work.computed(pieces, wanted, workers, go_on):
-                done[receipt.slice_index] = receipt
-            left = [index for index in left if index not in done]
-        while not self.base.is_finished():
-            go_on()
-            time.sleep(POLL_S)
-        self._work.base = open_entry(self.base.uri, self._work.job.cache.storage_options)
-        self._work.commit([done[index] for index in sorted(done)], began_s)
+            yield from self._work.computed(pieces, self.entry.receipts.wanted, workers, go_on)
+            left = [index for index in left if index not in there]
 
     def piece(self, index: int) -> RowSlice:
         """A slice of rows that is there, as one of columns."""

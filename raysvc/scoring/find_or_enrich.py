@@ -132,7 +132,7 @@ class EnrichBuild:
     ) -> None:
         self.job, self.base, self.plan, self.writer, self.progress = job, base, plan, writer, progress
         self._slices: Sequence[RowSlice] = ()  # by `start`
-        self._of_rows: Sequence[Mapping[str, Any]] | None = None  # they are those of the rows
+        self._of_rows: Mapping[int, Mapping[str, Any]] | None = None  # they are those of the rows
         self._done: dict[int, Receipt] = {}
         self._compute: ColumnComputer | None = None  # of this process
         self._begin = time.perf_counter()
@@ -152,7 +152,7 @@ class EnrichBuild:
         from raysvc.pipelines.enrich import split_computed
 
         self._slices = slices_of_rows = self._slices_of_rows()
-        self._of_rows = of_rows(self.base)
+        self._of_rows = dict(enumerate(of_rows(self.base)))
         self._done, self.left = split_computed(self.writer, slices_of_rows, self._of_rows)
         if not self._done:
             self._slices = row_slices(self.base.lengths(), self.plan.wanted.bytes_per_token)
@@ -226,7 +226,7 @@ class EnrichBuild:
                 raise rows_with_media(self.plan.wanted, f"rows of slice {piece.index}")
         lengths = [self.base.slice_lengths(piece.index) for piece in pieces]
         check_longest(self.plan, max(int(one.max(initial=0)) for one in lengths))
-        task = replace(self._task("cpu"), slices=slices)
+        task = replace(self._task("cpu"), slices={one.index: slices[one.index] for one in pieces})
         if workers is not None and self._alone_s(sum(int(one.sum()) for one in lengths)) >= CLUSTER_S:
             for _, receipt in receipts_of(task, pieces, WorkerPool.of(workers)):
                 check()

@@ -32,11 +32,22 @@ def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[WantedColumns]]
     Raises:
         ConfigError: columns that cannot be computed for it.
     """
-    found = {name: (each, wanted_columns(each, name)) for name, each in jobs_of(job).items()}
-    if any(each.source.follow and wanted for each, wanted in found.values()):
-        what = "is for rows as they are, and this job wants columns that a model computes"
-        raise ConfigError("source.follow", what, "train without follow, after raysvc enrich")
-    return found
+    return {name: (each, wanted_columns(each, name)) for name, each in jobs_of(job).items()}
+
+
+def refuse_followed(job: JobConfig, why: str, remedy: str) -> None:
+    """Refuse columns of a source that has no end, for who computes them when all rows are there.
+
+    Args:
+        why: they are.
+
+    Raises:
+        ConfigError: the job wants some.
+    """
+    for name, (each, wanted) in wanted_of(job).items():
+        if each.source.follow and wanted:
+            where = f"mixture.sources.{name}.source.follow" if name else "source.follow"
+            raise ConfigError(where, f"has no end, and {why}", remedy)
 
 
 def with_columns(

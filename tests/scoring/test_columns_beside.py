@@ -20,6 +20,7 @@ from raysvc.errors import ConfigError
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here
 from raysvc.progress import silent
+from raysvc.row_ids import written
 from raysvc.scoring.columns_beside import ColumnsBeside
 from raysvc.scoring.find_or_enrich import EnrichBuild
 
@@ -198,3 +199,78 @@ def test_columns_wait_where_the_job_may_train_on_gpus_and_say_so(
     assert build is None
     assert "ref_logprobs" in entry.row(0)
     assert any("trainer.device: cpu computes them beside it" in text for text in caplog.messages)
+
+
+def columns_by_row(entry: raysvc.CacheEntry, spec: ServeSpec, steps: int) -> dict[tuple[int, int], Any]:
+    """(row of the source, side of its pair) -> reference, of the rows of the first steps; each comes once."""
+    stream = streams_of(spec)[TRAIN]
+    found: dict[tuple[int, int], Any] = {}
+    for step in range(steps):
+        for mini in stream.make(step, (1,))[0].mini_batches:
+            for row in (entry.row(str(one)) for one in map(written, mini.row_ids.tolist()) if one):
+                key = (row["source_row"], row["chosen"])
+                assert key not in found
+                found[key] = row["ref_logprobs"]
+    return found
+
+
+def test_columns_of_a_source_that_is_followed_come_with_its_rows(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = pairs(40).splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:24]))
+    job["source"] = {"path": str(folder), "follow": True, "carry": ["domain"]}
+    config = load_job(job)
+    entry, build = begun(job)
+    spec = ServeSpec.model_validate_json(serve_spec(config, entry).model_dump_json())
+    told: list[str] = []
+    build.start(config, 0, None, silent, told.append)
+    try:
+        early = columns_by_row(entry, spec, 5)
+        with (folder / "a.jsonl").open("a") as file:
+            file.write("".join(lines[24:]))
+        streams_of(spec)[TRAIN].make(9, (1,))  # waits for the look, the rows, and their columns
+    finally:
+        build.stop()
+    assert told == []
+    computed: list[int] = []
+    compute = EnrichBuild.computed
+
+    def seen(self: EnrichBuild, pieces: Any, *rest: Any) -> Iterator[Any]:
+        computed.extend(piece.index for piece in pieces)
+        return compute(self, pieces, *rest)
+
+    monkeypatch.setattr(EnrichBuild, "computed", seen)
+    entry, build = begun(job)
+    build.start(config, 0, None, silent, told.append)
+    try:
+        later = columns_by_row(entry, serve_spec(config, entry), 10)
+    finally:
+        build.stop()
+    assert (entry.uri, computed, told) == (build.entry.uri, [], [])
+    whole = raysvc.enrich(
+        {**job, "source": {"path": str(folder), "carry": ["domain"]}, "cache": {"root": str(tmp_path / "c")}}
+    )
+    known = {
+        (row["source_row"], row["chosen"]): row["ref_logprobs"] for row in whole.rows.table().to_pylist()
+    }
+    assert later == known
+    assert early == {key: known[key] for key in early}
+    assert len(early) == 40
+
+
+def test_columns_of_a_source_without_an_end_are_refused_where_all_rows_are_needed(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    job["source"]["follow"] = True
+    with pytest.raises(
+        ConfigError, match=r"source\.follow: has no end, and raysvc enrich computes columns of all rows"
+    ):
+        raysvc.enrich(job)
+    job["trainer"]["device"] = "auto"
+    with pytest.raises(
+        ConfigError, match=r"source\.follow: has no end, and .*ref_logprobs.* give trainer\.device: cpu"
+    ):
+        entry_or_build(load_job(job), None, silent)

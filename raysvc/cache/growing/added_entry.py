@@ -9,8 +9,8 @@ Always true:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.growing.coming import AddedSpec
 from raysvc.cache.growing.growing_entry import Parts
+from raysvc.cache.growing.listings import Listings
 from raysvc.cache.growing.slice_receipts import SliceReceipts, slices_of
 from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.local.part_reader import PartReader
@@ -45,6 +46,7 @@ class AddedEntry(Entry):
             copies: as in `Entry`.
         """
         self.coming = spec
+        self._growing = threading.Lock()  # guards what is appended to the slices
         rows = base.source_rows.tolist()
         self.receipts = SliceReceipts(store, folder, rows, [base.key] * len(rows), are_added=True)
         manifest = Manifest(spec.key, (), self.receipts.columns, spec.recipe, dict(base.report))
@@ -64,14 +66,52 @@ class AddedEntry(Entry):
         """Rows of the source, as its base says."""
         return self.base.num_rows
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         """Tokens of all slices; waits for their rows."""
         return self.base.num_tokens
 
+    @property
+    def source_rows(self) -> npt.NDArray[np.int64]:
+        """int64 [S], rows of the source in each slice that is known by now."""
+        return self.base.source_rows
+
+    @property
+    def listings(self) -> Listings | None:
+        """The listings of its source, where that is followed."""
+        return self.base.listings
+
+    @property
+    def num_known(self) -> int:
+        """Rows of the source that have a slice by now."""
+        return self.base.num_known
+
+    def knows(self, num_groups: int) -> bool:
+        """Whether it is known in which slices the first rows of the source are."""
+        return self.base.knows(num_groups)
+
+    def wait_until_known(self, num_groups: int) -> float:
+        """Wait until that is known; seconds.
+
+        Raises:
+            EntryError: nobody looks for more rows.
+        """
+        return self.base.wait_until_known(num_groups)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 [N], tokens of the rows of its base."""
+        return self.base.lengths()
+
     def has(self, slices: Sequence[int]) -> bool:
         """Whether all of these slices have their columns."""
+        self.look()
         return self.base.has(slices) and self.receipts.has(slices)
+
+    def look(self) -> None:
+        """Take in the slices that its base has more than before."""
+        with self._growing:
+            more = self.base.source_rows[self.receipts.num_slices :].tolist()
+            self.receipts.extend(more, [self.base.key] * len(more))
 
     def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [N], whether there is no such row in a slice; what is not tokenized yet may be there."""
@@ -83,7 +123,9 @@ class AddedEntry(Entry):
         Raises:
             EntryError: the build of rows or columns has failed.
         """
-        return self.base.wait_for(slices) + self.receipts.wait_for(slices)
+        seconds = self.base.wait_for(slices)
+        self.look()
+        return seconds + self.receipts.wait_for(slices)
 
     def is_finished(self) -> bool:
         """Whether there is a manifest by now."""
@@ -91,6 +133,7 @@ class AddedEntry(Entry):
 
     def first_row(self) -> int:
         """The number of a row that has its columns; waits for the first slice of them."""
+        self.look()
         return slice_base(self.receipts.any_part()[0])
 
     def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:

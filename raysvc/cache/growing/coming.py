@@ -67,7 +67,7 @@ class AddedSpec(BaseModel):
     key: str
     recipe: dict[str, Any]
     folder: str
-    base: GrowingSpec | AddedSpec
+    base: GrowingSpec | FollowedSpec | AddedSpec
 
     @property
     def has_end(self) -> bool:

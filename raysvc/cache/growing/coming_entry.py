@@ -16,8 +16,6 @@ def entry_to_come(coming: Coming, store: Store, folder: str) -> Entry:
     Raises:
         EntryError: it was finished from another cut of the source.
     """
-    if isinstance(coming, FollowedSpec):
-        return FollowedEntry(store, folder, coming)
     entry = _growing(coming, store, folder)
     if not entry.is_finished():
         return entry
@@ -29,5 +27,6 @@ def entry_to_come(coming: Coming, store: Store, folder: str) -> Entry:
 def _growing(coming: Coming, store: Store, folder: str) -> GrowingEntry | AddedEntry:
     if isinstance(coming, AddedSpec):
         return AddedEntry(store, folder, coming, _growing(coming.base, store, coming.folder))
-    assert not isinstance(coming, FollowedSpec)
+    if isinstance(coming, FollowedSpec):
+        return FollowedEntry(store, folder, coming)
     return GrowingEntry(store, folder, coming)
