@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never
 
 from raysvc.builds.build import held_generation
-from raysvc.builds.build_beside import STOP_S, BuildBeside
+from raysvc.builds.build_beside import STOP_S, BuildBeside, Stopped
 from raysvc.builds.find_or_build import as_one
 from raysvc.cache import names
 from raysvc.cache.find import open_entry
@@ -161,13 +161,18 @@ class ColumnsBeside(BuildBeside):
     def _compute(self, layer: _Layer, order: Sequence[int], workers: PoolConfig | None) -> None:
         try:
             with layer.hold:
-                layer.run(order, workers, self._go_on)
+                layer.run(order, workers, self._go_on_with_rows)
         except Exception as error:  # noqa: BLE001 - told to the server, and raised by `check`
             if self._stopping.is_set() or self._error is not None:
                 return
             self._error = error
             log.error("columns failed entry=%s error=%s", layer.entry.uri, error)
             self._fail(str(error))
+
+    def _go_on_with_rows(self) -> None:
+        self._go_on()
+        if self._error is not None:
+            raise Stopped
 
     def _fail(self, why: str) -> None:
         for entry in self.entry.entries:
