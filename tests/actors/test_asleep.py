@@ -25,6 +25,8 @@ from raysvc.cache.store import claim as claims
 from raysvc.cache.store.claim import Claim, OwnedStore, Owner
 from raysvc.cache.store.store import Data, buffers_of
 from raysvc.errors import FolderLost
+from raysvc.feedback.decision import Decision
+from raysvc.feedback.feedback_log import FeedbackLog
 
 DEEP = 2  # processes that sleep at once
 
@@ -277,6 +279,56 @@ def test_what_is_before_an_acknowledged_put_never_changes_however_servers_sleep_
     world.rng.random = lambda: 0.5  # type: ignore[method-assign]  # and no request fails
     last = SpoolServer(world, servers.born + 1, servers)
     last.start()
+
+
+class FeedbackServer(Process):
+    def __init__(self, world: World, name: int, servers: FeedbackServers) -> None:
+        super().__init__(world, name)
+        self.servers, self.busy = servers, False
+        self.log = FeedbackLog("memory://unused")
+        self.log._store = OwnedStore(FakeStore(world).below("feedback"), self.claim)  # type: ignore[arg-type]
+        self.known: list[Decision] = []
+
+    def start(self) -> None:
+        self.number = self.claim.take()
+        before = list(self.servers.acked)
+        self.known = self.log.decisions()
+        self.claim.check()
+        assert self.known[: len(before)] == before, "a decision that was acknowledged is another one, or gone"
+
+    def work(self) -> None:
+        self.servers.made += 1
+        decision = Decision(f"by {self.name}", self.servers.made, None, (), (1,), {})
+        if not self.log.add(len(self.known), decision):
+            raise Killed  # as its server: somebody else decided, so it reads all again
+        self.known.append(decision)
+        acked = self.servers.acked  # longer where it slept in its last look, and its successor went on
+        both = min(len(acked), len(self.known))
+        assert self.known[:both] == acked[:both], "two servers decided differently"
+        self.servers.acked = max(acked, list(self.known), key=len)
+
+
+class FeedbackServers(Servers):
+    """`acked`: the decisions that were acknowledged, in their order."""
+
+    def __init__(self, world: World, kind: type[Any]) -> None:
+        super().__init__(world, kind)
+        self.acked, self.made = list[Decision](), 0
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 2**32))
+def test_decisions_that_were_acknowledged_stay_as_they_are_however_servers_sleep_and_die(seed: int) -> None:
+    world = World(seed)
+    servers = FeedbackServers(world, FeedbackServer)
+    for _ in range(5):
+        servers.act()
+    world.depth = DEEP
+    for apply in world.in_flight:
+        apply()
+    world.in_flight.clear()
+    world.rng.random = lambda: 0.5  # type: ignore[method-assign]  # and no request fails
+    FeedbackServer(world, servers.born + 1, servers).start()
 
 
 @settings(max_examples=500)

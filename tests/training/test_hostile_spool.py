@@ -48,6 +48,7 @@ def test_every_damage_of_a_record_of_a_spool_is_refused_by_name_and_nothing_runs
 ) -> None:
     url, marker = str(tmp_path / "spool"), tmp_path / "it-ran"
     written(url)
+    assert sorted(path.name for path in Path(url).iterdir()) == sorted((*KINDS, "owners"))
     (path,) = (tmp_path / "spool" / kind).iterdir()
     good = path.read_bytes()
     for what, bad in harms(good, marker, len(good)):
