@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -274,3 +276,21 @@ def test_columns_of_a_source_without_an_end_are_refused_where_all_rows_are_neede
         ConfigError, match=r"source\.follow: has no end, and .*ref_logprobs.* give trainer\.device: cpu"
     ):
         entry_or_build(load_job(job), None, silent)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_of_a_cluster_compute_what_is_much(
+    job: dict[str, Any], tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysvc.pipelines.local_build.CLUSTER_S", 0.0)
+    config, told = load_job(job), []
+    entry, build = begun(job)
+    build.start(config, 0, config.workers, silent, told.append)
+    build.wait()
+    assert told == []
+    finished = raysvc.enrich(job)
+    assert (finished.hit, finished.uri) == (True, entry.uri)
+    receipts = [json.loads(path.read_text()) for path in Path(entry.uri).glob("receipt-*.json")]
+    assert {one["meta"]["worker"]["pid"] for one in receipts} - {os.getpid()}
+    assert finished.rows.table().equals(elsewhere(job, tmp_path / "other").rows.table())
