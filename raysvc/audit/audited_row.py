@@ -75,8 +75,13 @@ class AuditedRow:
         return ((one.example, one.text) for one in chosen if isinstance(one.example, ChatExample))
 
     @cached_property
+    def pictured(self) -> str:
+        """Digests of its media, which no words tell apart."""
+        return " ".join(one.sha256 for one in self.sequences[self.main].media)
+
+    @cached_property
     def prompt(self) -> str:
-        """The words before the answer, in lower case and without punctuation."""
+        """The words before the answer, in lower case and without punctuation, and the digests of media."""
         example = self.sequences[self.main].example
         if isinstance(example, ChatExample):
             text = " ".join(_text_of(one) for one in example.messages if one["role"] == "user")
@@ -86,7 +91,7 @@ class AuditedRow:
             ids, mask = self.tokens[0]
             first = int(np.argmax(mask)) if mask.any() else len(ids)
             text = self.decode(ids[:first] if first > 1 else ids)
-        return " ".join(words_of(text))
+        return f"{self.pictured} {' '.join(words_of(text))}".strip()
 
     @cached_property
     def answer(self) -> str:
@@ -113,9 +118,9 @@ class AuditedRow:
         return self.answer
 
     def digest(self, number: int | None = None) -> bytes:
-        """Returns the digest of the tokens of one sequence, or of all its own."""
+        """Returns the digest of the tokens of one sequence, or of all its own, and of the row's media."""
         chosen = self.tokens[: self.own] if number is None else self.tokens[number : number + 1]
-        hashed = hashlib.blake2b(digest_size=16)
+        hashed = hashlib.blake2b(self.pictured.encode(), digest_size=16)
         for ids, mask in chosen:
             hashed.update(len(ids).to_bytes(8, "little") + ids.tobytes() + mask.tobytes())
         return hashed.digest()

@@ -44,7 +44,7 @@ class SameRows:
             return
         known = self._prompts.get(row.prompt)
         if known is not None:
-            yield "eval_overlap", f"has the prompt of {known}: {shown(row.prompt)}"
+            yield "eval_overlap", f"has the prompt of {known}: {shown(row.said)}"
         first = self._seen.setdefault(row.digest(), row.where)
         labels = list(self._check_labels(row))
         yield from labels
@@ -105,7 +105,7 @@ class NearRows:
     def add(self, row: AuditedRow, is_eval: bool) -> tuple[float, _Sketched] | None:
         """Remember a row; how much of it the one before it that is most like it has, and that one."""
         words = words_of(row.said)
-        if len(words) < LEAST_WORDS:
+        if len(words) < LEAST_WORDS or row.pictured:
             return None
         sketch, prompt = self._rensa.RMinHash(PERMUTATIONS, 0), hash(row.prompt)
         sketch.update([" ".join(words[n : n + WORDS]) for n in range(len(words) - WORDS + 1)])

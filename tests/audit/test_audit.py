@@ -171,6 +171,20 @@ def test_rows_of_which_a_build_makes_one_for_each_turn_are_looked_at_whole(tmp_p
     assert source_rows(job, report) == {"control_characters": [4], "duplicate": [20]}
 
 
+def test_rows_of_the_same_words_about_other_pictures_are_no_duplicates(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    pytest.importorskip("PIL")
+    from raysvc.cli.demo_images import write_image_job
+
+    monkeypatch.chdir(tmp_path)
+    job, source = write_image_job(tmp_path, 60), tmp_path / "rows.jsonl"
+    rows = [row for row in map(json.loads, source.read_text().splitlines()) if "image" in json.dumps(row)]
+    assert len({row["messages"][1]["content"] for row in rows}) < len(rows) == 53
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[4]]))
+    assert places(audit(load_job(job))) == {"duplicate": ["0:0:53"]}
+
+
 def test_an_entry_is_audited_like_a_file_and_a_job_file_is_not_needed(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
