@@ -153,7 +153,7 @@ class Spool:
             kept_from = max(kept_from, record["kept_from"])
             groups |= {(uid, attempt): version for uid, attempt, version in record["groups"]}
             tables |= record["tables"]
-            trained = max(trained, record["trained"])
+            trained = max(trained, record.get("trained", 0))
         return Forgotten(kept_from, groups, tables, trained)
 
     def forget(self, what: Forgotten) -> None:
