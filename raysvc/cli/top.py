@@ -13,7 +13,7 @@ import typer
 from raysvc.cli.common import Address, AsJson, edge, emit
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from raysvc.inspect.live import Line, Snapshot
 
@@ -98,7 +98,7 @@ def _show(interval: float, count: int | None) -> None:
         return
     with Live(console=console, screen=False, auto_refresh=False) as live:
         for found in _looks(interval, count):
-            live.update(_table(found), refresh=True)
+            live.update(_table(found, console.width), refresh=True)
 
 
 def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
@@ -120,14 +120,26 @@ def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
         time.sleep(interval)
 
 
-def _table(found: Sequence[Line]) -> Table | str:
+def _table(found: Sequence[Line], width: int) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
-    from raysvc.inspect.live import cells_of
+    from raysvc.inspect.live import cells_of, fitted
 
     if not found:
         return "no servers"
-    table = Table(*cells_of(found[0]))
-    for line in found:
-        table.add_row(*cells_of(line).values())
-    return table
+    rows = [cells_of(line) for line in found]
+    fit = fitted(rows, width)
+    table = Table()
+    for name in fit.columns:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in fit.columns))
+    under = [
+        Padding(Text(f"{row['server']}: {text}"), (0, 2))
+        for row, text in zip(rows, fit.under, strict=True)
+        if text
+    ]
+    return Group(table, *under)

@@ -4,6 +4,8 @@ Always true:
 - pure: facts of one moment, or of two, in; lines out;
 - a figure that is not known is None, never 0;
 - of a trainer whose lease ran out nothing is shown but its name, its step and its silence;
+- a table is never wider than the terminal, no cell of it is cut unless that of the server alone is wider, and what has no room in it
+  stands under it, server by server;
 - steps per second are between two looks where there are two; other rates and shares are the trainer's own, of its last
   30 seconds.
 """
@@ -13,6 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+PRIORITY = (
+    "server", "state", "step", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
+    "stalled", "ahead MB", "version",
+)  # fmt: skip
+CELL_MARGIN = 3  # two blanks and a line
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,38 @@ def cells_of(line: Line) -> dict[str, str]:
         "lease": show(line.lease_age_s, ".0f", "s"),
         "node": line.node or "-",
     }
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Lines for a terminal of some width.
+
+    Attributes:
+        columns: of the table, as `cells_of` orders them.
+        under: what has no room there, one text a server; "" where there is nothing.
+    """
+
+    columns: tuple[str, ...]
+    under: tuple[str, ...]
+
+
+def fitted(rows: Sequence[Mapping[str, str]], width: int) -> Fitted:
+    """Choose the columns that have room, the most important ones first; a column without a value needs none.
+
+    Args:
+        rows: of `cells_of`, at least one.
+        width: characters of the terminal.
+    """
+    told = [name for name in rows[0] if name == "server" or any(row[name] != "-" for row in rows)]
+    room, chosen = width - 1, set[str]()
+    for name in sorted(told, key=PRIORITY.index):
+        need = max(len(name), *(len(row[name]) for row in rows)) + CELL_MARGIN
+        if need <= room or not chosen:
+            chosen.add(name)
+            room -= need
+    rest = [name for name in told if name not in chosen]
+    under = [", ".join(f"{name} {row[name]}" for name in rest if row[name] != "-") for row in rows]
+    return Fitted(tuple(name for name in told if name in chosen), tuple(under))
 
 
 def _line(facts: Mapping[str, Any], earlier: Mapping[str, Any], passed_s: float) -> Line:

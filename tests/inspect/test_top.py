@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
@@ -86,6 +87,29 @@ def test_a_server_that_came_between_two_looks_has_no_rate_of_its_own() -> None:
 def test_a_server_of_rollouts_has_no_last_step() -> None:
     (line,) = lines(Snapshot(1.0, [{**FACTS, "num_steps": None}]))
     assert cells_of(line)["step"] == "10"
+
+
+@pytest.mark.parametrize("width", [40, 80, 110, 250])
+def test_a_table_fits_its_width_and_what_has_no_room_stands_under_it(width: int) -> None:
+    from rich.console import Console
+
+    from raysvc.cli.top import _table
+
+    one = {**FACTS, "name": "sft-1", "trainer": TOLD, "node": "10.0.0.1"}
+    found = lines(Snapshot(4.0, [one, {**one, "name": "a-second-server"}]))
+    console = Console(width=width, record=True, force_terminal=False, file=io.StringIO())
+    console.print(_table(found, width))
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown, "no cell is cut"
+    for line in found:
+        for name, value in cells_of(line).items():
+            if value != "-":
+                assert name in shown, name
+                assert value.split(",")[0] in shown.replace("\n  ", " "), name
+    header = shown.splitlines()[1]
+    assert ("tokens/s" in header) == (width >= 80), "the important ones first"
+    assert (": " in shown.split("└")[1]) == (width < 250), "under the table only what has no room in it"
 
 
 @pytest.mark.ray
