@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from raysvc.errors import AddressError
+from raysvc.nodes import own_rays
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
@@ -71,6 +72,7 @@ def _connect(address: str | None, need_cpus: float) -> str:
         remedy = "run the same command again when the machine is less busy, or join a cluster with --address"
         raise AddressError("Ray", what, remedy) from error
     _started.append(ray.get_runtime_context().gcs_address)
+    own_rays.note(_started[-1])
     atexit.register(leave)  # before the one of Ray, which is registered already
     return "local"
 
@@ -104,6 +106,7 @@ def leave() -> None:
             return
         if ray.get_runtime_context().gcs_address not in _started:
             return
+        own_rays.forget()
         ray.shutdown()
     finally:
         _connecting.release()

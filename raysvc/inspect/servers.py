@@ -7,24 +7,46 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from typing import Any
 
-from raysvc.errors import ServerError
+from raysvc.errors import AddressError, ServerError
+from raysvc.nodes import own_rays
 from raysvc.team import refuse_foreign
 
+log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 
 
 def join_cluster(address: str | None) -> None:
-    """Connect to a cluster that is there: the address, RAY_ADDRESS, or one on this machine. Starts none.
+    """Connect to a cluster that is there: the address, RAY_ADDRESS, the newest of this user's own runs, or one on this machine.
+    Starts none.
 
     Raises:
-        AddressError: there is none.
+        AddressError: there is none that answers.
     """
     from raysvc.cluster import connect
 
-    connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+    named = address or os.environ.get("RAY_ADDRESS")
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return
+    own = [] if named else own_rays.living()
+    if len(own) > 1:
+        log.warning(
+            "%d Rays of yours run here: this is the newest, %s; --address names another one of %s",
+            len(own),
+            own[0],
+            own[1:],
+        )
+    if found := named or next(iter(own), None) or own_rays.found_by_ray():
+        connect(found)
+        return
+    what = "no run of yours has one on this machine, and no other one answers within 5 seconds"
+    remedy = "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
+    raise AddressError("Ray", what, remedy)
 
 
 def list_servers() -> list[dict[str, Any]]:

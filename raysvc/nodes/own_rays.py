@@ -1,0 +1,107 @@
+"""Which local Rays this user's processes have started on this machine, and the one that a command without an address means.
+
+    <tmp>/raysvc-<uid>/rays/<pid>     address of the Ray that the process started; removed when it ends it
+
+Always true:
+- the newest Ray of this user whose process lives is taken; another user's, or one that is gone, never;
+- else the one that Ray itself would find is taken, if it answers in time: none of Ray's own lines is printed, and nothing is waited
+  for longer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+ANSWER_S = 5.0
+IMPORT_S = 60.0  # of ray, on a busy machine
+JOIN = """
+import sys, ray
+print("ready", flush=True)
+ray.init("auto", logging_level="ERROR", log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+"""
+
+
+def note(address: str) -> None:
+    """Remember the Ray that this process started; a folder that cannot be written costs nothing else."""
+    with suppress(OSError):
+        folder = _folder()
+        for one in (folder.parent, folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+        if _is_own(folder):
+            (folder / str(os.getpid())).write_text(address)
+
+
+def forget() -> None:
+    """The Ray of this process has ended."""
+    with suppress(OSError):
+        (_folder() / str(os.getpid())).unlink(missing_ok=True)
+
+
+def living() -> list[str]:
+    """Addresses of the Rays that living processes of this user have started, the newest first."""
+    folder = _folder()
+    if not _is_own(folder):
+        return []
+    found = []
+    for path in folder.iterdir():
+        with suppress(OSError, ValueError):
+            if _lives(int(path.name)):
+                found.append((path.stat().st_mtime, path.read_text().strip()))
+            else:
+                path.unlink()
+    return [address for _, address in sorted(found, reverse=True)]
+
+
+def found_by_ray(answer_s: float = ANSWER_S) -> str | None:
+    """Address of the Ray that `auto` means and that answers in time; None where there is none, or it does not let this user in.
+
+    Another process asks: one that waits for a Ray cannot be interrupted, and prints a line a second.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOIN], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+    )
+    assert process.stdout is not None
+    try:
+        if _line(process, IMPORT_S) != "ready":
+            return None
+        return _line(process, answer_s) or None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _line(process: subprocess.Popen[bytes], within_s: float) -> str:
+    """Its next line; "" where it ended or said none in time."""
+    import select
+
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], within_s)
+    return process.stdout.readline().decode().strip() if ready else ""
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"raysvc-{os.getuid()}" / "rays"
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can write there: the temporary folder is everybody's."""
+    try:
+        facts = folder.parent.lstat(), folder.lstat()
+    except OSError:
+        return False
+    return all(one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in facts)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:  # also another user's: the number was given again
+        return False
+    return True
