@@ -208,9 +208,10 @@ server:
 trainer:
   model: {json.dumps(found.model)}   # {"tiny-vision" if found.media else "tiny"} (random, for trying), a folder, or a hub name
 {_objective(found.format)}  dp_size: 1   # ranks, one GPU each
-  learning_rate: {"1.0e-3   # of a tiny model; a trained one wants some 1.0e-5" if found.is_tiny else "1.0e-5"}
+  learning_rate: {"1.0e-2   # of a tiny model; a trained one wants some 1.0e-5" if found.is_tiny else "1.0e-5"}
   precision: {"bf16" if has_gpu() else "fp32"}   # bf16 on GPUs: float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
+# evals: {{held: {{share: 0.05}}}}   # held out by prompt, never trained; trainer.keep_best and stop_after act on it
 """
 
 
