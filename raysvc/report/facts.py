@@ -80,14 +80,15 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     has_end = not any(one.listings for one in entry.entries)
     sample = entry.rows.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
-        title=f"{job.server.name}: {', '.join(report['paths'])}",
+        title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
         overview={
+            "source": ", ".join(report["paths"]),
             "rows": len(rows),
             "tokens": entry.num_tokens,
-            "key": entry.key,
-            "encoder": ", ".join(report["encoders"]),
-            "train_on": job.train_on,
-            "built in": f"{report['seconds']:.1f} s",
+            "trained on": job.train_on.replace("_", " "),
+            "entry": entry.key[:16],
+            "tokenized in": f"{report['seconds']:.1f} s",
+            **({"run": str(folder.path)} if steps else {}),
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_trained(entry, sample),

@@ -39,7 +39,8 @@ table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;
 td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-nums}
 .row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
 .row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
-.big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:130px}.big strong{display:block;font-size:22px}
+.facts{max-width:640px}.facts td{text-align:left}
+.big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:104px}.big strong{display:block;font-size:22px}
 """
 
 
@@ -67,13 +68,14 @@ def render(facts: Facts) -> str:
     """The whole page."""
     figures, pictures = Figures(), gallery(facts.media)
     sections = [
-        _entry(facts, figures),
+        f"<div class='facts'>{table(facts.overview)}</div>",
+        _whole_run(facts, figures) if facts.steps else "",  # first what a reader of a run looks for
+        _decisions(facts.decisions) if facts.decisions else "",
+        _lengths(facts, figures),
         _row_counts(facts),
         _masks(facts),
         pictures,
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
-        _whole_run(facts, figures) if facts.steps else "",
-        _decisions(facts.decisions) if facts.decisions else "",
     ]
     return whole_page(facts.title, sections, figures, bool(pictures))
 
@@ -104,12 +106,12 @@ def _digest(text: str) -> str:
     return base64.b64encode(sha256(text.encode()).digest()).decode()
 
 
-def _entry(facts: Facts, figures: Figures) -> str:
+def _lengths(facts: Facts, figures: Figures) -> str:
     charts = figures.place(
         histogram("Tokens per row", "tokens", facts.lengths),
         histogram("Share of a row's tokens that has loss", "share", facts.trained, bins=20),
     )
-    return f"{table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
+    return f"<h2>Lengths</h2><div class='grid2'>{charts}</div>"
 
 
 def _row_counts(facts: Facts) -> str:
@@ -144,9 +146,16 @@ def _plan(plan: PlanReport, dp_size: int, figures: Figures) -> str:
     rows = [(float(start), float(stop), float(count)) for start, stop, count in plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(plan_rows(plan))}</div>"
+        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(_plan_in_words(plan))}</div>"
         f"{chart}</div>"
     )
+
+
+def _plan_in_words(plan: PlanReport) -> dict[str, Any]:
+    """The figures of a plan under the names of `PlanReport`; counts of rows that are no exception here are left out."""
+    rare = ("dummies", "truncated", "dropped", "alone", "skipped")
+    told = {name: value for name, value in plan_rows(plan).items() if value is not None}
+    return {name.replace("_", " "): value for name, value in told.items() if value or name not in rare}
 
 
 def _whole_run(facts: Facts, figures: Figures) -> str:
@@ -165,7 +174,7 @@ def _whole_run(facts: Facts, figures: Figures) -> str:
 
 def _run(facts: Facts, figures: Figures) -> str:
     charts = figures.place(*run_charts(facts.steps, facts.evals))
-    how = "Values under the pointer stand below each chart; drag to look closer, click twice to go back."
+    how = "Values under the pointer stand below each chart. Drag to zoom in, double-click to zoom out."
     return f"<h2>Run</h2>{_headline(facts)}<p>{how}</p><div class='grid2'>{charts}</div>{_verdict(facts)}"
 
 
@@ -186,14 +195,33 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _headline(facts: Facts) -> str:
-    if facts.summary is None:
+    summary = facts.summary
+    if summary is None:
         return "<p>The run has not ended yet.</p>"
-    names = ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first", "loss_last", "tokens_per_s")
+    best = f"loss best (step {summary['loss_best_step']})" if "loss_best_step" in summary else ""
+    names = {
+        "steps": "steps", "rows": "rows", "tokens_trained": "trained tokens", "loss_first": "loss first", "loss_last": "loss last",
+        **({"loss_best": best} if best else {}), "tokens_per_s": "trained tokens/s",
+    }  # fmt: skip
+    told = {said: four_digits(summary[name]) for name, said in names.items()}
+    told["waited for data"] = f"{summary['stall_fraction']:.2%}"
     cells = [
-        f"<div class='card'><strong>{_figure(facts.summary[name])}</strong>{name}</div>" for name in names
+        f"<div class='card'><strong>{value}</strong>{escape(said)}</div>" for said, value in told.items()
     ]
-    share = f"<div class='card'><strong>{facts.summary['stall_fraction']:.2%}</strong>waited for data</div>"
-    return f"<div class='big'>{''.join(cells)}{share}</div><p></p>"
+    lines = "".join(f"<p>{escape(line)}</p>" for line in _of_evals(summary))
+    return f"<div class='big'>{''.join(cells)}</div>{lines}"
+
+
+def _of_evals(summary: Mapping[str, Any]) -> Iterable[str]:
+    """Says what the last evals said, and what they decided."""
+    for name, line in summary.get("evals", {}).items():
+        if line["loss"] is not None:
+            yield f"Eval {name}: loss {four_digits(line['loss'])} on {line['rows']:,} rows at the end."
+    if best := summary.get("best"):
+        value = f"{best['metric']} {four_digits(best['value'])}"
+        yield f"The best model is that of {best['steps']:,} steps: eval {best['eval']} had {value}."
+    if stopped := summary.get("stopped_early"):
+        yield f"Stopped early, after {stopped['without']} evals of {stopped['eval']} without progress."
 
 
 def _verdict(facts: Facts) -> str:
@@ -210,6 +238,13 @@ def _verdict(facts: Facts) -> str:
     return (
         f"<h2>Longest waits</h2><div class='grid2'><div class='card'>{records(rows, tuple(rows[0]))}</div>"
         f"<div class='card'>{table(why)}{lines}</div></div>"
+    )
+
+
+def four_digits(value: float) -> str:
+    """A figure that is compared with others: losses with four digits."""
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     )
 
 

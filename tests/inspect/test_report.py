@@ -86,6 +86,26 @@ def test_a_page_without_a_run_has_no_run_section() -> None:
     assert "<h2>Run</h2>" in render(facts())
 
 
+def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -> None:
+    best = {"eval": "held", "metric": "loss", "value": 2.7951, "steps": 32}
+    summary = {
+        "steps": 8, "rows": 64, "tokens_trained": 15770, "loss_first": 6.2, "loss_last": 2.858, "loss_best": 2.795, "loss_best_step": 6,
+        "tokens_per_s": 1413.4, "stall_fraction": 0.0018, "evals": {"held": {"loss": 2.84514, "rows": 64}}, "best": best,
+        "stopped_early": {**best, "without": 3, "patience": 3},
+    }  # fmt: skip
+    page = render(replace(facts(), summary=summary))
+    headings = re.findall(r"<h2>([^<]*)", page)
+    assert headings[0] == "Run"
+    assert headings.index("Run") < headings.index("Row counts")
+    for said in (
+        "<strong>2.795</strong>loss best (step 6)", "<strong>1,413</strong>trained tokens/s", "Eval held: loss 2.845 on 64 rows",
+        "The best model is that of 32 steps: eval held had loss 2.795.", "Stopped early, after 3 evals of held without progress.",
+    ):  # fmt: skip
+        assert said in page, said
+    assert "num_rows" not in page, "names of fields are no words"
+    assert "num rows" in page
+
+
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
     assert "<h2>Decisions" not in render(facts())
     decisions = [
@@ -93,7 +113,9 @@ def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
         {"step": 7, "weights": None, "skip_rows": tuple(range(5000, 6200))},
     ]
     page = render(replace(facts(), decisions=decisions))
-    first, second = re.findall(r"<tr><td>(.*?)</td></tr>", page.partition("<h2>Decisions")[2])
+    first, second = re.findall(
+        r"<tr><td>(.*?)</td></tr>", page.partition("<h2>Decisions")[2].partition("</table>")[0]
+    )
     assert first.split("</td><td>") == ["40", "math 3, &lt;b&gt;bad 0.5", ""]
     assert second.split("</td><td>") == ["7", "", f"1,200: {', '.join(map(str, range(5000, 5008)))}, …"]
 
