@@ -1,4 +1,4 @@
-"""Gathers what a report tells from an entry, its plan and a run folder.
+"""What a report tells, gathered from an entry, its plan and a run folder.
 
 Always true:
 - nothing is estimated: figures are counts of the entry, of the plan's steps, or lines of the run's own log;
@@ -20,6 +20,7 @@ from raysvc.collate.plan_report import PlanReport
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.media.medium import TOKENS
+from raysvc.report.browse import BrowsedRow, browsed_rows
 from raysvc.row_ids import split
 from raysvc.training.run_folder import RunFolder
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
     from raysvc.row_batch import RowBatch
 
-MASK_EXAMPLES = 4
+BROWSED_ROWS = 200
 MEDIA_ROWS = 12
 TRAINED_SAMPLE = 20_000
 
@@ -42,7 +43,7 @@ class Facts:
         overview: name -> value.
         lengths: source -> tokens of every row.
         trained: source -> share of tokens with loss, 0 to 1, of the sampled rows.
-        examples: rows as stretches (text, trained), by row number.
+        rows: some of the entry, to look through.
         row_counts: the entry's row_counts.
         set_aside: quarantined examples.
         plan: for `dp_size` ranks; None where the source has no end.
@@ -58,7 +59,7 @@ class Facts:
     overview: Mapping[str, Any]
     lengths: Mapping[str, Sequence[float]]
     trained: Mapping[str, Sequence[float]]
-    examples: Mapping[int, Sequence[tuple[str, bool]]]
+    rows: Sequence[BrowsedRow]
     row_counts: Mapping[str, Any]
     set_aside: Sequence[Mapping[str, Any]]
     plan: PlanReport | None
@@ -92,7 +93,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_trained(entry, sample),
-        examples={row: entry.spans(row) for row in rows[_spread(len(rows), MASK_EXAMPLES)].tolist()},
+        rows=_browsed(entry, rows[_spread(len(rows), BROWSED_ROWS)]),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -123,6 +124,11 @@ def _decisions(job: JobConfig) -> list[dict[str, Any]]:
     """From which step on, other weights, and rows that are left out."""
     known = FeedbackLog(f"{absolute(job.run_dir)}/server/feedback", job.cache.storage_options).decisions()
     return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
+
+
+def _browsed(entry: CacheEntry, rows: npt.NDArray[np.int64]) -> list[BrowsedRow]:
+    sources = entry.sources_of(rows) if entry.sources else ["rows"] * len(rows)
+    return browsed_rows(entry.rows.read(rows), sources, entry.tokenizer)
 
 
 def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:

@@ -2,7 +2,7 @@
 
 Always true:
 - every text of a row is escaped; a page of hostile rows is only text;
-- the browser runs the two scripts of the page and no other: their digests stand in its policy;
+- the browser runs the three scripts of the page and no other: their digests stand in its policy;
 - pictures of media lie inside the page, and a page without any allows none.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 from raysvc.chat.row_counts import warnings_of
 from raysvc.collate.plan_report import PlanReport
 from raysvc.errors import StateMismatch
+from raysvc.report.browse import STYLE as BROWSE_STYLE
+from raysvc.report.browse import browse
 from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
 from raysvc.report.pictures import STYLE as MEDIA_STYLE
@@ -73,7 +75,7 @@ def render(facts: Facts) -> str:
         _decisions(facts.decisions) if facts.decisions else "",
         _lengths(facts, figures),
         _row_counts(facts),
-        _masks(facts),
+        browse(facts.rows, facts.row_counts["rows_written"]) if facts.rows else "",
         pictures,
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
     ]
@@ -82,7 +84,7 @@ def render(facts: Facts) -> str:
 
 def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictures: bool = False) -> str:
     """A page of sections, with the charts that stand in them."""
-    scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
+    scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"), _file("browse.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     policy += "; img-src data:" if has_pictures else ""
@@ -90,7 +92,7 @@ def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictur
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}{BROWSE_STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<noscript><p>The charts of this page need JavaScript; it fetches nothing.</p></noscript>{''.join(sections)}"
         f'<script type="application/json" id="charts">{figures.data()}</script>'
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
@@ -132,14 +134,6 @@ def _row_counts(facts: Facts) -> str:
         f"</p><div class='grid2'><div class='card'>{table(rows)}</div><div class='card'>{table(tokens)}</div></div>"
         f"{notes}{aside}"
     )
-
-
-def _masks(facts: Facts) -> str:
-    cards = [
-        f"<div class='card'><p>row {row}</p><div class='row'>{_spans(spans)}</div></div>"
-        for row, spans in facts.examples.items()
-    ]
-    return f"<h2>What is trained</h2><p>Marked text has loss.</p><div class='grid2'>{''.join(cards)}</div>"
 
 
 def _plan(plan: PlanReport, dp_size: int, figures: Figures) -> str:
@@ -246,10 +240,6 @@ def four_digits(value: float) -> str:
     return (
         f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     )
-
-
-def _spans(spans: Sequence[tuple[str, bool]]) -> str:
-    return "".join(f"<b>{escape(text)}</b>" if trained else escape(text) for text, trained in spans)
 
 
 def table(rows: Mapping[str, Any]) -> str:

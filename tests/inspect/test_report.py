@@ -16,13 +16,16 @@ import pytest
 
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
+from raysvc.inspect.row_view import RowPicture, TextRun
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
+from raysvc.report.browse import END_CHARACTERS, BrowsedRow, browse
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
 from raysvc.report.facts import Facts, worst_stalls
 from raysvc.report.page import render
 from raysvc.report.run_charts import run_charts
 
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = [
     {
         "step": i,
@@ -42,6 +45,11 @@ STEPS = [
 ]
 
 
+def shown(text: str, tokens: int, source: str = "chat") -> BrowsedRow:
+    runs = TextRun("<|user|>", "special"), TextRun(text, "context"), TextRun(f"answer {text}", "trained")
+    return BrowsedRow(RowPicture(tokens, tokens, 3, runs), source)
+
+
 def facts(text: str = "hello", *, steps: bool = True) -> Facts:
     plan = Plan(PlanConfig(batch_size=4), np.arange(10, 30, dtype=np.int32))
     row_counts = {"rows_in": 22, "rows_written": 20, "dropped": {"too long": 1}, "quarantined": {text: 1}}
@@ -51,7 +59,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         overview={"rows": 20},
         lengths={"chat": list(range(10, 25)), text: list(range(25, 30))},
         trained={"chat": [0.5] * 15, text: [0.25] * 5},
-        examples={0: [(text, False), (f"answer {text}", True)]},
+        rows=[shown(text, 9), shown("short", 4, "math"), shown("long", 70)],
         row_counts={**row_counts, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": ""}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
@@ -62,21 +70,21 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
     )
 
 
-def test_a_page_asks_for_nothing_and_its_policy_names_its_two_scripts() -> None:
+def test_a_page_asks_for_nothing_and_its_policy_names_its_three_scripts() -> None:
     page = render(facts())
     assert not re.search(r"(src|href)=|@import|url\(", page)
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}\"" in page
-    assert len(scripts) == 2
+    assert len(scripts) == 3
     assert len(page) < 100_000, "uPlot is 52 kB"
 
 
 def test_a_hostile_row_is_only_text() -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     page = render(facts(hostile))
-    assert page.count("<script") == render(facts()).count("<script") == 3
+    assert page.count("<script") == render(facts()).count("<script") == 4
     assert "<img" not in page
     assert "&lt;script&gt;" in page
 
@@ -104,6 +112,50 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
         assert said in page, said
     assert "num_rows" not in page, "names of fields are no words"
     assert "num rows" in page
+
+
+def test_rows_stand_in_the_page_with_what_they_are_sorted_by() -> None:
+    page = browse([shown("<b>one", 9), shown("two", 4, "m'ath")], 50)
+    assert "2 of 50 rows, evenly spread" in page
+    assert "<details data-tokens='9' data-share='0.3333' data-source='chat'>" in page
+    assert "data-source='m&#x27;ath'" in page
+    assert "<i>&lt;|user|&gt;</i><span>&lt;b&gt;one</span><b>answer &lt;b&gt;one</b>" in page
+    assert "<q>&lt;b&gt;oneanswer &lt;b&gt;one</q>" in page, (
+        "what is seen of a closed row has no special tokens"
+    )
+    assert "All rows." in browse([shown("one", 9)], 1)
+
+
+@pytest.mark.parametrize("middle", [0, 1, 12_345])
+def test_a_long_row_is_cut_in_its_middle(middle: int) -> None:
+    head, tail = "a" * END_CHARACTERS, "b" * (END_CHARACTERS - 10)
+    runs = TextRun(head + "x" * middle + tail, "context"), TextRun("c" * 10, "trained")
+    text = browse([BrowsedRow(RowPicture(1, 9, 3, runs), "rows")], 1).partition("class='row'>")[2]
+    told = f"<i> […{middle:,} characters…] </i>" if middle else ""
+    joined = re.sub(r"</?(b|span)>", "", text.partition("</div>")[0])
+    assert joined == head + told + tail + "c" * 10
+
+
+LOOK = """<script>addEventListener("load", () => {
+  const seen = () => [...document.querySelectorAll("#rows details:not([hidden])")].map((row) => row.dataset.tokens).join();
+  const set = (id, value) => { const one = document.getElementById(id); one.value = value; one.dispatchEvent(new Event("input")); };
+  const said = [seen()];
+  set("order", "longest"); said.push(seen());
+  set("find", "SHORT"); said.push(seen());
+  set("find", ""); set("source", "chat"); set("order", "most trained"); said.push(seen());
+  said.push(document.getElementById("count").textContent);
+  document.body.insertAdjacentHTML("beforeend", `<p id="seen">${said.join("; ")}</p>`);
+});</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
+    page.write_text(text.replace("</body>", LOOK))
+    dom, said = browse_page(page, tmp_path, 1280)
+    assert 'id="seen">9,4,70; 70,9,4; 4; 9,70; 2 of 3<' in dom
+    assert "CONSOLE" not in said
 
 
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
@@ -204,9 +256,6 @@ def test_a_run_of_an_older_version_has_the_charts_that_its_lines_say() -> None:
     assert not {"Learning rate", "Loss by source"} & set(titles)
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
 HOVER = """<script>addEventListener("load", () => {
   const say = (name, text) => { const p = document.createElement("p"); p.id = name; p.textContent = text; document.body.append(p); };
   const chart = window.charts.find((each) => each.series[1].label === "train");
@@ -227,7 +276,7 @@ def test_a_browser_draws_every_chart_and_says_values_under_the_pointer(tmp_path:
     text = render(facts("<b>&"))
     own = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", HOVER)
     page.write_text(own)
-    dom, said = browse(page, tmp_path, width)
+    dom, said = browse_page(page, tmp_path, width)
     assert dom.count("<canvas") == dom.count("<figure") == 11
     hovered = re.search(r'id="hovered">([^<]*)<', dom)
     assert hovered is not None
@@ -241,13 +290,13 @@ def test_a_browser_draws_every_chart_and_says_values_under_the_pointer(tmp_path:
 def test_the_policy_of_the_page_lets_its_own_scripts_run_and_no_other(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(render(facts()).replace("</body>", "<script>document.title = 'foreign'</script></body>"))
-    dom, said = browse(page, tmp_path, 1280)
+    dom, said = browse_page(page, tmp_path, 1280)
     assert dom.count("<canvas") == 11
     assert "<title>foreign" not in dom
     assert "Content Security Policy" in said
 
 
-def browse(page: Path, folder: Path, width: int) -> tuple[str, str]:
+def browse_page(page: Path, folder: Path, width: int) -> tuple[str, str]:
     """(DOM after the scripts, log) of a headless Chromium."""
     flags = [
         "--headless",

@@ -1,0 +1,31 @@
+"use strict";
+// Rows that one can look through: hides and orders what stands in #rows, and makes nothing.
+(() => {
+  const list = document.getElementById("rows");
+  if (!list) return;
+  const [find, source, order, count] = ["find", "source", "order", "count"].map((id) => document.getElementById(id));
+  const rows = [...list.children].map((row, at) => ({ row, at, text: row.textContent.toLowerCase(), ...row.dataset }));
+  const orders = {
+    entry: (a, b) => a.at - b.at,
+    longest: (a, b) => b.tokens - a.tokens,
+    shortest: (a, b) => a.tokens - b.tokens,
+    "most trained": (a, b) => b.share - a.share,
+    "least trained": (a, b) => a.share - b.share,
+  };
+  for (const name of Object.keys(orders)) order.add(new Option(name === "entry" ? "in the order of the entry" : `${name} first`, name));
+  for (const name of new Set(rows.map((one) => one.source))) source.add(new Option(name, name));
+  source.hidden = source.options.length < 3;
+  const show = () => {
+    const word = find.value.toLowerCase();
+    let shown = 0;
+    for (const one of rows) {
+      one.row.hidden = !(one.text.includes(word) && (!source.value || one.source === source.value));
+      shown += !one.row.hidden;
+    }
+    list.append(...rows.sort(orders[order.value]).map((one) => one.row));
+    count.textContent = `${shown} of ${rows.length}`;
+  };
+  for (const control of [find, source, order]) control.addEventListener("input", show);
+  document.getElementById("browse").hidden = false;
+  show();
+})();
