@@ -31,7 +31,7 @@ def serve(
     from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())
-    join_cluster(address)
+    join_cluster(address, lasting=True)
     with View() as view:
         handle = api.serve(job, progress=view)
         _show(handle, as_json)

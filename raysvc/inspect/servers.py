@@ -20,9 +20,12 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 
 
-def join_cluster(address: str | None) -> None:
+def join_cluster(address: str | None, *, lasting: bool = False) -> None:
     """Connect to a cluster that is there: the address, RAY_ADDRESS, the newest of this user's own runs, or one on this machine.
     Starts none.
+
+    Args:
+        lasting: one that does not end with a run.
 
     Raises:
         AddressError: there is none that answers.
@@ -33,20 +36,21 @@ def join_cluster(address: str | None) -> None:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return
-    own = [] if named else own_rays.living()
-    if len(own) > 1:
-        log.warning(
-            "%d Rays of yours run here: this is the newest, %s; --address names another one of %s",
-            len(own),
-            own[0],
-            own[1:],
-        )
-    if found := named or next(iter(own), None) or own_rays.found_by_ray():
-        connect(found)
+    if named or lasting:
+        connect(named or "auto")
         return
-    what = "no run of yours has one on this machine, and no other one answers within 5 seconds"
-    remedy = "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
-    raise AddressError("Ray", what, remedy)
+    own = own_rays.living()
+    if len(own) > 1:
+        others = " or ".join(one.address for one in own[1:])
+        log.warning(
+            "this is the newest of %d runs of yours; --address %s is of another one", len(own), others
+        )
+    found = own[0] if own else own_rays.found_by_ray()
+    if found is None:
+        what = "no run of yours has one on this machine, and no other one answers within 5 seconds"
+        remedy = "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
+        raise AddressError("Ray", what, remedy)
+    connect(own_rays.enter(found))
 
 
 def list_servers() -> list[dict[str, Any]]:

@@ -1,30 +1,48 @@
 """Which local Rays this user's processes have started on this machine, and the one that a command without an address means.
 
-    <tmp>/raysvc-<uid>/rays/<pid>     address of the Ray that the process started; removed when it ends it
+    <tmp>/raysvc-<uid>/rays/<pid>     address of the Ray that the process started, and who is let in; removed when it ends it
 
 Always true:
-- the newest Ray of this user whose process lives is taken; another user's, or one that is gone, never;
+- the newest Ray of this user whose process lives and that lets this process in is taken; another user's, or one that is gone, never;
 - else the one that Ray itself would find is taken, if it answers in time: none of Ray's own lines is printed, and nothing is waited
   for longer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+MODE = "RAY_AUTH_MODE"
 ANSWER_S = 5.0
 IMPORT_S = 60.0  # of ray, on a busy machine
 JOIN = """
-import sys, ray
+import os, ray
 print("ready", flush=True)
 ray.init("auto", logging_level="ERROR", log_to_driver=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
+print(ray.get_runtime_context().gcs_address, os.environ.get("RAY_AUTH_MODE", "disabled"), flush=True)
 """
+
+
+class LocalRay(NamedTuple):
+    """A Ray of this machine.
+
+    Attributes:
+        address: host:port.
+        mode: RAY_AUTH_MODE of it.
+        token: digest of the token that it asks for; "" where it asks for none.
+    """
+
+    address: str
+    mode: str
+    token: str
 
 
 def note(address: str) -> None:
@@ -34,7 +52,8 @@ def note(address: str) -> None:
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, exist_ok=True)
         if _is_own(folder):
-            (folder / str(os.getpid())).write_text(address)
+            mode = os.environ.get(MODE, "disabled")  # Ray sets it where it starts
+            (folder / str(os.getpid())).write_text(json.dumps([address, mode, _token(mode)]))
 
 
 def forget() -> None:
@@ -43,23 +62,32 @@ def forget() -> None:
         (_folder() / str(os.getpid())).unlink(missing_ok=True)
 
 
-def living() -> list[str]:
-    """Addresses of the Rays that living processes of this user have started, the newest first."""
+def living() -> list[LocalRay]:
+    """The Rays that living processes of this user have started and that let this one in, the newest first."""
     folder = _folder()
     if not _is_own(folder):
         return []
     found = []
     for path in folder.iterdir():
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             if _lives(int(path.name)):
-                found.append((path.stat().st_mtime, path.read_text().strip()))
+                found.append((path.stat().st_mtime, LocalRay(*json.loads(path.read_text()))))
             else:
                 path.unlink()
-    return [address for _, address in sorted(found, reverse=True)]
+    return [ray for _, ray in sorted(found, reverse=True) if _lets_in(ray)]
 
 
-def found_by_ray(answer_s: float = ANSWER_S) -> str | None:
-    """Address of the Ray that `auto` means and that answers in time; None where there is none, or it does not let this user in.
+def enter(ray: LocalRay) -> str:
+    """Returns the address to connect to; a Ray that asks for a token gets it, which one that is named by its address does not.
+
+    Before ray is imported: it reads the mode then.
+    """
+    os.environ.setdefault(MODE, ray.mode)
+    return ray.address
+
+
+def found_by_ray(answer_s: float = ANSWER_S) -> LocalRay | None:
+    """The Ray that `auto` means and that answers in time; None where there is none, or it does not let this user in.
 
     Another process asks: one that waits for a Ray cannot be interrupted, and prints a line a second.
     """
@@ -70,11 +98,27 @@ def found_by_ray(answer_s: float = ANSWER_S) -> str | None:
     try:
         if _line(process, IMPORT_S) != "ready":
             return None
-        return _line(process, answer_s) or None
+        address, _, mode = _line(process, answer_s).partition(" ")
+        return LocalRay(address, mode, _token(mode)) if address else None
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def _lets_in(ray: LocalRay) -> bool:
+    return os.environ.get(MODE, ray.mode).lower() == ray.mode and _token(ray.mode) == ray.token
+
+
+def _token(mode: str) -> str:
+    """Digest of the token that Ray would send from this process."""
+    if mode != "token":
+        return ""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if token is None:
+        token = path.read_text() if path.is_file() else ""
+    return hashlib.sha256(token.strip().encode()).hexdigest()[:16]
 
 
 def _line(process: subprocess.Popen[bytes], within_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,14 +31,32 @@ def test_the_newest_of_a_living_process_is_taken_and_dead_ones_are_forgotten(fol
     try:
         own_rays.note("10.0.0.1:1")
         for number, pid in enumerate((gone.pid, other.pid), start=2):
-            (folder / str(pid)).write_text(f"10.0.0.1:{number}")
+            (folder / str(pid)).write_text(json.dumps([f"10.0.0.1:{number}", "disabled", ""]))
             os.utime(folder / str(pid), (time.time() + number, time.time() + number))
-        assert own_rays.living() == ["10.0.0.1:3", "10.0.0.1:1"]
+        assert [one.address for one in own_rays.living()] == ["10.0.0.1:3", "10.0.0.1:1"]
         assert not (folder / str(gone.pid)).exists()
     finally:
         other.kill()
         other.communicate()
     own_rays.forget()
+    assert own_rays.living() == []
+
+
+def test_a_ray_that_asks_for_another_token_is_not_taken_and_one_that_asks_for_ours_gets_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "one")
+    own_rays.note("10.0.0.1:1")
+    assert "one" not in (folder / str(os.getpid())).read_text(), "a digest of the token alone"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    (ray,) = own_rays.living()
+    assert own_rays.enter(ray) == "10.0.0.1:1"
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "two")
+    assert own_rays.living() == []
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "one")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert own_rays.living() == []
 
 
@@ -75,17 +94,21 @@ def test_a_command_that_finds_none_says_so_in_one_line(folder: Path, monkeypatch
 
 
 @pytest.mark.ray
-def test_the_ray_of_a_run_is_met_without_an_address_while_another_one_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["token", "disabled"])
+def test_the_ray_of_a_run_is_met_without_an_address_while_another_one_runs(tmp_path: Path, mode: str) -> None:
     script = "import raysvc.cluster as c, ray\nc.connect()\nprint(ray.get_runtime_context().gcs_address, flush=True)\ninput()"
     env = {**os.environ, "TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp"}
     env.pop("RAY_ADDRESS", None)
+    if mode == "token":  # as Ray does by itself
+        env.pop("RAY_AUTH_MODE", None)
+        env["RAY_AUTH_TOKEN"] = "a-token-of-this-test-" + "0" * 20
     run = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
     try:
         assert run.stdout is not None
         address = run.stdout.readline().strip()
-        ask = "from raysvc.inspect.servers import join_cluster\nimport ray\njoin_cluster(None)\nprint(ray.get_runtime_context().gcs_address)"
+        ask = "from raysvc.inspect.servers import join_cluster\njoin_cluster(None)\nimport ray\nprint(ray.get_runtime_context().gcs_address)"
         met = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env, timeout=90)
         assert met.stdout.strip() == address, met.stderr
     finally:
