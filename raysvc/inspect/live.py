@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PRIORITY = (
-    "server", "state", "step", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
+    "server", "state", "step", "left", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
     "stalled", "ahead MB", "version",
 )  # fmt: skip
 CELL_MARGIN = 3  # two blanks and a line
@@ -105,6 +105,7 @@ def cells_of(line: Line) -> dict[str, str]:
         "step": "-"
         if line.step is None
         else "/".join(str(n) for n in (line.step, line.num_steps) if n is not None),
+        "left": _left(line),
         "steps/s": show(line.steps_per_s, ".2f"),
         "tokens/s": show(line.tokens_per_s, ".0f"),
         "stall": show(line.stall, ".1%"),
@@ -184,6 +185,15 @@ def _versions(server: str | None, trainer: str | None) -> str | None:
     if server is None or trainer in (None, server):
         return server
     return f"{server} (trainer {trainer})"
+
+
+def _left(line: Line) -> str:
+    """Time until the last step, at the rate of now."""
+    if line.num_steps is None or line.step is None or not line.steps_per_s:
+        return "-"
+    minutes, seconds = divmod(round((line.num_steps - line.step) / line.steps_per_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def _why(causes: Mapping[str, float] | None) -> str:

@@ -20,7 +20,7 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>raysvc top</title><style>
 body{font:14px system-ui,sans-serif;margin:1.5rem;color:#222;background:#fff}
-div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.3rem .7rem;text-align:left;white-space:nowrap}
+div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.3rem .5rem;text-align:left;white-space:nowrap}
 th{border-bottom:2px solid #888}td{border-bottom:1px solid #ddd}#state{color:#666}
 @media(max-width:45rem){thead{display:none}tr{display:block;margin-bottom:1rem;border-bottom:2px solid #888}td{display:flex;justify-content:space-between;gap:1rem;white-space:normal}
 td::before{content:attr(data-name);color:#888}}
@@ -31,10 +31,10 @@ td::before{content:attr(data-name);color:#888}}
 function fill(id, rows){
   const table = document.getElementById(id); table.replaceChildren();
   if(!rows.length){ table.insertRow().insertCell().textContent = "none"; return; }
-  const head = table.createTHead().insertRow();
-  for(const name of Object.keys(rows[0])){ const cell = document.createElement("th"); cell.textContent = name; head.append(cell); }
+  const head = table.createTHead().insertRow(), names = Object.keys(rows[0]).filter((name) => rows.some((row) => row[name] !== "-"));
+  for(const name of names){ const cell = document.createElement("th"); cell.textContent = name; head.append(cell); }
   const body = table.createTBody();
-  for(const row of rows){ const line = body.insertRow(); for(const [name, value] of Object.entries(row)){ const cell = line.insertCell(); cell.textContent = value; cell.dataset.name = name; } }
+  for(const row of rows){ const line = body.insertRow(); for(const name of names){ const cell = line.insertCell(); cell.textContent = row[name]; cell.dataset.name = name; } }
 }
 async function look(){
   const state = document.getElementById("state");

@@ -42,7 +42,7 @@ def test_a_line_is_what_the_trainer_says_and_steps_are_between_two_looks() -> No
     assert (line.steps_per_s, line.tokens_per_s, line.stall, line.stall_s) == (2.0, 25.0, 0.125, 1.5)
     assert list(line.causes or ()) == ["collate", "read"], "largest first"
     assert text(line) == (
-        "server=a state=held trainer=host:1:x version=0.1.0 step=18/100 steps/s=2.00 tokens/s=25 stall=12.5% stalled=1.5s "
+        "server=a state=held trainer=host:1:x version=0.1.0 step=18/100 left=41s steps/s=2.00 tokens/s=25 stall=12.5% stalled=1.5s "
         "why=collate:1.5s,read:0.8s ahead=2 ahead MB=3.0 memory=50MB lease=2s"
     )
 
@@ -85,8 +85,15 @@ def test_a_server_that_came_between_two_looks_has_no_rate_of_its_own() -> None:
 
 
 def test_a_server_of_rollouts_has_no_last_step() -> None:
-    (line,) = lines(Snapshot(1.0, [{**FACTS, "num_steps": None}]))
-    assert cells_of(line)["step"] == "10"
+    (line,) = lines(Snapshot(1.0, [{**FACTS, "num_steps": None, "trainer": TOLD}]))
+    assert (cells_of(line)["step"], cells_of(line)["left"]) == ("10", "-")
+
+
+@pytest.mark.parametrize(
+    ("rate", "left"), [(10.0, "9s"), (1.0, "1m30s"), (0.01, "2h30m"), (None, "-"), (0.0, "-")]
+)
+def test_what_is_left_is_told_at_the_rate_of_now(rate: float | None, left: str) -> None:
+    assert cells_of(Line("a", step=10, num_steps=100, steps_per_s=rate))["left"] == left
 
 
 @pytest.mark.parametrize("width", [40, 80, 110, 250])
