@@ -125,7 +125,9 @@ def expected_modules() -> set[str]:
         relative = path.relative_to(ROOT).as_posix()
         return relative if relative.startswith("raysvc/") else f"raysvc/{relative}"
 
-    page = {f"raysvc/report/{name}" for name in ("browse.js", "draw.js", *(f"uplot/{each}" for each in UPLOT))}
+    page = {
+        f"raysvc/report/{name}" for name in ("browse.js", "draw.js", *(f"uplot/{each}" for each in UPLOT))
+    }
     return {name(path) for path in code_files()} | {"raysvc/py.typed"} | page
 
 
