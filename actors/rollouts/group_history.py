@@ -163,12 +163,13 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     pool.trained_before = forgotten.trained
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
-    pool.load(spool.steps(), forgotten.kept_from, found.forgotten | found.gone)
+    steps, trained_from = spool.steps()
+    pool.load(steps, forgotten.kept_from, found.forgotten | found.gone, trained_from)
     for (
         uid,
         attempt,
     ) in pool.step_of:  # also of those whose rows are lost: they came, and are under way no more
-        if (handed := book.out.get(uid)) is not None and handed.attempt == attempt:
+        if (uid in book.out or uid in book.back) and book.attempts.get(uid, 0) == attempt:
             book.put(uid)
             pool.release([uid])
     return found

@@ -135,16 +135,18 @@ class Spool:
         for name in names:
             self._store.delete(f"events/{name}")
 
-    def write_step(self, step: int, groups: list[Key], trained_by: int = 0, **facts: Any) -> None:
-        """Keep which groups a step has, and the newest weight version that could train it when they were chosen."""
-        self._write("steps", step, {"step": step, "groups": groups, "trained_by": trained_by, **facts})
+    def write_step(self, step: int, groups: list[Key], **facts: Any) -> None:
+        """Keep which groups a step has."""
+        self._write("steps", step, {"step": step, "groups": groups, **facts})
 
-    def steps(self) -> dict[int, tuple[list[Key], int]]:
-        """step -> its groups, and the weight version that could train it then; of all steps that are there."""
-        return {
-            record["step"]: ([_key(key) for key in record["groups"]], record["trained_by"])
-            for record in self._records("steps")
-        }
+    def steps(self) -> tuple[dict[int, list[Key]], dict[Key, int]]:
+        """step -> its groups, of all steps that are there; and group -> `trained_from` of those of which sequences may be withheld."""
+        groups, trained_from = dict[int, list[Key]](), dict[Key, int]()
+        for record in self._records("steps"):
+            keys = groups[record["step"]] = [_key(key) for key in record["groups"]]
+            said = zip(keys, record.get("trained_from", ()), strict=False)
+            trained_from |= {key: version for key, version in said if version is not None}
+        return groups, trained_from
 
     def forgotten(self) -> Forgotten:
         """All that was ever forgotten."""

@@ -10,7 +10,7 @@ Always true:
 - a step below `kept_from` is never formed, and its groups never come back;
 - going back to a step restores the version that trained it, keeps the groups of all formed steps, and begins a new
   timeline; what evictions, drops and quarantine took stays away;
-- capacity = (max_staleness + 1) * b - ready - waiting - planned and not committed - reserved: what is evicted, dropped,
+- capacity = (max_staleness + 1) * b - ready - waiting - planned and not committed - reserved, and room for slots to fill: what is evicted, dropped,
   released, expired or trained gives capacity back;
 - where the pool is `paced`, a step waits for prompts that are under way rather than make them too old: of the groups that no step has
   yet, those of version w and below are never more than the steps that weights up to w + `max_staleness` can train, and the oldest
@@ -20,7 +20,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -87,7 +87,8 @@ class Pool:
         paced: see the module.
         evicts: whether what is too old goes; False: `max_staleness` bounds what may be started, alone.
         withholds: a group is as old as its newest sequence: of those that are trained, the sequences that are too old are withheld.
-        formed_by: step -> the newest weight version that could train it when its groups were chosen: what is withheld of them stays so.
+        trained_from: group of a formed step -> the oldest weight version whose sequences are trained, where others are withheld; as it was
+            when the group was chosen: what is withheld stays so.
         granted: uid of a reserved prompt of a stream -> the version that trained when it was handed out.
     """
 
@@ -115,7 +116,7 @@ class Pool:
     paced: bool = False
     evicts: bool = True
     withholds: bool = False
-    formed_by: dict[int, int] = field(default_factory=dict)
+    trained_from: dict[Key, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     _top: int = -1  # the highest step that was formed
     _planned_ever: int = 0  # groups of `steps`
@@ -141,12 +142,14 @@ class Pool:
         """Versions beyond which a group is not trained."""
         return self.max_staleness if self.evicts else None
 
-    def load(self, steps: Mapping[int, tuple[list[Key], int]], kept_from: int, gone: set[Key]) -> None:
-        """Take the memberships of an earlier process, and what they were `formed_by`; `gone` never gets ready again."""
+    def load(
+        self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key], trained_from: Mapping[Key, int]
+    ) -> None:
+        """Take the memberships of an earlier process, and what it withheld; `gone` never gets ready again."""
         self.kept_from = max(self.kept_from, kept_from)
-        self.steps = {step: keys for step, (keys, _) in steps.items() if step >= self.kept_from}
-        self.formed_by = {step: steps[step][1] for step in self.steps}
+        self.steps = {step: keys for step, keys in steps.items() if step >= self.kept_from}
         self.step_of = {key: step for step, keys in self.steps.items() for key in keys}
+        self.trained_from = {key: version for key, version in trained_from.items() if key in self.step_of}
         self._top = max(self.steps, default=-1)
         self._planned_ever = sum(map(len, self.steps.values()))
         through = gone.union(*self.steps.values())
@@ -196,7 +199,12 @@ class Pool:
         return f"is of weight version {version}, and the newest that can be there is {limit}"
 
     def form(
-        self, step: int, frontier: int, *, no_more_come: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        frontier: int,
+        *,
+        no_more_come: Callable[[], bool] = lambda: False,
+        short_tail: bool = True,
     ) -> list[Key] | None:
         """The groups of `step`, planned now or before; None while there are not enough.
 
@@ -204,22 +212,22 @@ class Pool:
 
         Args:
             no_more_come: whether a step makes do with what is ready, if that is anything at all; asked when what is too old has gone.
+            short_tail: whether the last step may be short.
         """
         keys = self.steps.get(step)
         if keys is not None:
-            return self._filled(step, keys, no_more_come)
+            return self._filled(step, keys, lambda: (short_tail or step < self._top) and no_more_come())
         assert step >= self.kept_from, "refused where it was asked for"
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
         if len(self.ready) < self.batch_size:
-            if not self.ready or not no_more_come():
+            if not self.ready or not short_tail or not no_more_come():
                 return None
         elif self._would_make_late(step):
             return None
         self.steps[step] = self._take(self.batch_size)
-        self.step_of.update(dict.fromkeys(self.steps[step], step))
-        self.formed_by[step] = self.trained_by(step)
+        self._choose(step, self.steps[step])
         self._top = max(self._top, step)
         self._planned_ever += len(self.steps[step])
         return self.steps[step]
@@ -315,6 +323,10 @@ class Pool:
         goes_on = self.on_bad_group == "shrink" and len(holes) < len(self.steps.get(step, ()))
         return [] if goes_on else holes
 
+    def _slots(self, frontier: int) -> int:
+        """Slots of the steps ahead that wait for another group; after a rewind there may be more of these steps than the bound allows."""
+        return sum(len(self._to_fill(step)) for step in self._ahead(frontier))
+
     def _ahead(self, frontier: int) -> range:
         """Steps that may be formed and are not committed. Of a server that was killed `frontier` may be behind: what a version was told
         after is committed too."""
@@ -345,8 +357,7 @@ class Pool:
         self._planned_ever -= len(forgotten)
         for key in forgotten:
             self.step_of.pop(key, None)
-        for number in old:
-            self.formed_by.pop(number, None)
+            self.trained_from.pop(key, None)
 
     def planned(self, frontier: int) -> int:
         """Groups of steps that are formed and not committed; a slot that waits for another group is room for it."""
@@ -357,7 +368,7 @@ class Pool:
         ahead = self._ahead(frontier)
         there = self._planned_ever - sum(len(self.steps.get(step, ())) for step in ahead)
         bad = sum(
-            self.step_of[key] < ahead.start and key in self.steps[self.step_of[key]]
+            self.step_of[key] < ahead.start and key in self.steps.get(self.step_of[key], ())
             for key in self.quarantined
             if key in self.step_of
         )
@@ -367,8 +378,9 @@ class Pool:
         """Returns how many groups may still be started; None if there is no bound."""
         if self.max_staleness is None:
             return None
-        held = len(self.ready) + len(self.waiting) + self.planned(frontier) + len(self.reserved)
-        return max(0, (self.max_staleness + 1) * self.batch_size - held)
+        pending = len(self.ready) + len(self.waiting) + len(self.reserved)
+        room = (self.max_staleness + 1) * self.batch_size - pending - self.planned(frontier)
+        return max(0, room, self._slots(frontier) - pending)
 
     def reserve(
         self,
@@ -435,8 +447,8 @@ class Pool:
         if not self.paced or self._bound is None:
             return True
         steps = self.version + self._bound + 1 - self.trained_by(max(frontier, self._top + 1))
-        slots = sum(len(self._to_fill(step)) for step in self._ahead(frontier))
-        return len(self.ready) + len(self.waiting) + len(self.reserved) < self.batch_size * steps + slots
+        pending = len(self.ready) + len(self.waiting) + len(self.reserved)
+        return pending < self.batch_size * max(0, steps) + self._slots(frontier)
 
     def _would_make_late(self, step: int) -> bool:
         """Whether prompts that are under way would get too old if `step` were made of what is ready."""
@@ -466,9 +478,13 @@ class Pool:
                 return keys if len(holes) < len(keys) or step < self._top else None
         fresh = dict(zip(holes, self._take(len(holes)), strict=False))
         self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
-        self.step_of.update(dict.fromkeys(fresh.values(), step))
-        self.formed_by[step] = self.trained_by(step)
+        self._choose(step, fresh.values())
         return self.steps[step]
+
+    def _choose(self, step: int, keys: Collection[Key]) -> None:
+        self.step_of.update(dict.fromkeys(keys, step))
+        if self.withholds and self._bound is not None:
+            self.trained_from.update(dict.fromkeys(keys, self.trained_by(step) - self._bound))
 
     def _take(self, count: int) -> list[Key]:
         if self.paced:

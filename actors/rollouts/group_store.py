@@ -94,6 +94,7 @@ class GroupStore:
         self._history = History(spool, self._tables, restored.events, self._snapshot)
         self._forgetting = threading.Lock()  # one thread at a time forgets
         self._through(self._gone)
+        self._filter([group.key for group in pool.ready])  # a kill may have come before they were dropped
         self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
         self.pool.since = dict.fromkeys((*pool.reserved, *(uid for uid, _ in pool.waiting)), now_s())
 
@@ -271,12 +272,17 @@ class GroupStore:
         with self._call():
             self._expire()
             before = self.pool.steps.get(step)
-            keys = self.pool.form(step, frontier, no_more_come=self._is_short)
+            keys = self.pool.form(step, frontier, no_more_come=self._has_ended, short_tail=self._short_tail)
             self._tell_evicted()
             if keys is None:
                 return False
             if keys is not before:
-                facts = {"trained_by": self.pool.formed_by[step], "timeline": self.pool.timeline}
+                facts: dict[str, Any] = {
+                    "trained_by": self.pool.trained_by(step),
+                    "timeline": self.pool.timeline,
+                }
+                if self.pool.withholds:
+                    facts["trained_from"] = [self.pool.trained_from.get(key) for key in keys]
                 record = StepRecord(step, list(keys), facts)
                 self._step_tickets[step] = self._history.append(record)
                 self._notify()
@@ -402,10 +408,10 @@ class GroupStore:
             finally:
                 self._history.seal()
 
-    def _is_short(self) -> bool:
-        """Whether the last step has to make do with what is ready: no group will ever come. What is too old may be handed out again."""
+    def _has_ended(self) -> bool:
+        """Whether no group will ever come. What is too old may be handed out again."""
         self._tell_evicted()
-        return self._short_tail and self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
+        return self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
 
     def _state(self, key: Key, frontier: int) -> PromptState:
         return state_of(

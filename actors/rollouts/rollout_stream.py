@@ -232,14 +232,22 @@ class RolloutStream:
         """
         return batch_of(self.store.rows_of(key), self.store.group(key).row_ids)
 
-    def as_trained(self, step: int, batch: RowBatch) -> tuple[RowBatch, npt.NDArray[np.bool_] | None]:
-        """Rows of a formed step, those that are too old without a target; and which these are, bool [N], None: none is withheld here."""
+    def as_trained(
+        self, batch: RowBatch, keys: Sequence[Key], counts: npt.NDArray[np.int64]
+    ) -> tuple[RowBatch, npt.NDArray[np.bool_] | None]:
+        """Returns rows of a formed step, those that are too old without a target; and which these are, bool [N], None: none is withheld here.
+
+        Args:
+            batch: N rows, group after group.
+            keys: its groups.
+            counts: rows of each.
+        """
         with self.store.changed:
             pool = self.pool
-            if not pool.withholds or pool.max_staleness is None:
+            if not pool.withholds:
                 return batch, None
-            oldest = pool.formed_by[step] - pool.max_staleness
-        is_old = batch.rows["weight_version"].astype(np.int64) < oldest
+            oldest = [pool.trained_from.get(key, 0) for key in keys]
+        is_old = batch.rows["weight_version"].astype(np.int64) < np.repeat(oldest, counts)
         return without_targets(batch, is_old), is_old
 
     def turns_of(self, key: Key, batch: RowBatch) -> Turns | None:
@@ -329,7 +337,7 @@ class RolloutStream:
         tables = [self.store.rows_of(key) for key in there] or [self.store.schema.no_rows()]
         batch = batch_of(pa.concat_tables(tables), np.concatenate([*ids.values(), np.array([], np.int64)]))
         counts = np.array([len(ids[key]) for key in there], np.int64)
-        batch, withheld = self.as_trained(step, batch)
+        batch, withheld = self.as_trained(batch, there, counts)
         facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self.trained_by(step), withheld)
         if self._merger is not None and there:
             bounds = offsets_of(counts)

@@ -141,7 +141,7 @@ class RolloutRun:
             if key in pool.quarantined:
                 gone[f"{key[0]}#{key[1]}"] = pool.quarantined[key]
                 continue
-            batch, withheld = self._stream.as_trained(step, batch)
+            batch, withheld = self._stream.as_trained(batch, [key], np.array([len(batch)]))
             facts = facts_of(batch, np.zeros(len(batch), np.int64), trained_by, withheld)
             groups.append(StepGroup(key, facts, self._stream.turns_of(key, batch)))
         return RolloutStep(step, trained_by, groups, gone)

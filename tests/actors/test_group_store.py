@@ -206,7 +206,7 @@ def test_a_version_that_jumps_or_that_no_weights_can_have_is_refused(tmp_path: P
 def test_telling_a_version_does_not_walk_the_steps_that_are_trained(tmp_path: Path) -> None:
     pool = stream(tmp_path, max_staleness=1).pool
     num = 200_000
-    pool.load({step: ([(f"g{step}", 0)], 0) for step in range(num)}, 0, set())
+    pool.load({step: [(f"g{step}", 0)] for step in range(num)}, 0, set(), {})
     pool.told, pool.reached = [(num, num)], num
     begin = time.perf_counter()
     for _ in range(200):

@@ -160,8 +160,8 @@ def test_records_of_a_spool_that_come_late_do_not_count_after_any_number_of_rest
             spool.begin()
         assert spool.names() == names
         assert [folder for folder, _ in spool.history()] == ["groups"] * len(names)
-        assert spool.steps() == {0: ([("a", 0)], 0)}
+        assert spool.steps() == ({0: [("a", 0)]}, {})
     spools[2].write_step(0, [("d", 0)])
-    assert folder.opened(Spool, "/rollouts").steps() == {0: ([("d", 0)], 0)}, (
+    assert folder.opened(Spool, "/rollouts").steps() == ({0: [("d", 0)]}, {}), (
         "the last record of a step counts"
     )

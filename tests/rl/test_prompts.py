@@ -84,6 +84,7 @@ class Bench:
         ttl_s: float = TTL_S,
         late: tuple[str, ...] = (),
         drop_constant: str | None = None,
+        short_tail: bool = True,
         **rules: Any,
     ) -> None:
         self.folder, self.now_s, self.frontier = folder, 0.0, 0
@@ -95,7 +96,7 @@ class Bench:
             "max_attempts": 3,
         }
         self.rules = PromptRules(**{**wanted, **rules})
-        self.late, self.drop_constant = late, drop_constant
+        self.late, self.drop_constant, self.short_tail = late, drop_constant, short_tail
         self.forgotten: list[str] = []  # trained in steps that were forgotten
         self.asks: dict[str, int] = {}
         self.lives: dict[str, int] = {}
@@ -116,6 +117,7 @@ class Bench:
             lambda: self.now_s,
             self.rules,
             self.drop_constant,
+            self.short_tail,
         )
 
     @property
@@ -471,6 +473,124 @@ def test_a_step_without_any_good_group_passes_where_another_one_follows(tmp_path
     bench.forget(1)
     bench.open()
     assert bench.store.pool.trained(2) == 3
+
+
+@pytest.mark.parametrize("policy", ["pace", "reissue", "withhold"])
+def test_a_bad_group_is_replaced_after_a_rewind_though_the_steps_that_are_kept_are_more_than_the_bound(
+    tmp_path: Path, policy: str
+) -> None:
+    bench = Bench(tmp_path, staleness=1, on_stale=policy)
+    for _ in range(4):
+        while not bench.train():
+            for uid, attempt in bench.ask("a", 3):
+                bench.put(uid, attempt, "a")
+    bench.rewind(0)
+    bench.store.quarantine({bench.store.pool.steps[0][0]: "bad"})
+    assert not bench.train(), "a slot is empty"
+    for uid, attempt in bench.ask("a", 3):
+        assert bench.put(uid, attempt, "a") == "new"
+    assert bench.train()
+    assert len(bench.store.pool.steps[0]) == 3
+
+
+def test_a_put_that_is_stale_ends_its_reservation_for_a_server_that_starts_again_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, staleness=0, on_stale="reissue", max_prompt_s=None)
+    [(slow, attempt)] = bench.ask("a")
+    for _ in range(2):
+        for each in bench.ask("b", 3 - len(bench.store.pool.ready)):
+            bench.put(*each, "b")
+        bench.store.set_version(bench.store.pool.version + 1, bench.frontier)
+    assert bench.put(slow, attempt, "a", 0) == "stale"
+    bench.store._history.wait(bench.store._history.last)
+    bench.open()
+    assert slow not in bench.store.pool.reserved
+    assert (slow, 1) in bench.ask("b", 3)
+    bench.check()
+
+
+def test_a_prompt_whose_late_put_was_trained_is_not_handed_out_again_though_its_rows_are_lost(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, batch_size=1)
+    [(uid, attempt)] = bench.ask("a")
+    bench.now_s += TTL_S + 1
+    bench.store.renew("b")
+    assert bench.book.back == {uid: 1}
+    assert bench.put(uid, attempt, "a") == "new"
+    assert bench.train()
+    for path in (tmp_path / "groups").iterdir():
+        path.unlink()
+    bench.open()
+    assert not bench.book.back
+    assert uid not in [each for each, _ in bench.ask("b", 2)]
+
+
+def test_a_full_step_behind_one_with_a_bad_group_is_trained_where_a_short_tail_is_left_out(
+    tmp_path: Path,
+) -> None:
+    source = Source(6, lambda position: f"{position}/0:0:{position}")
+    bench = Bench(tmp_path, source=source, short_tail=False)
+    for uid, attempt in bench.ask("a", 6):
+        bench.put(uid, attempt, "a")
+    assert all(bench.store.form(step, 0) for step in (0, 1))
+    bench.store.quarantine({bench.store.pool.steps[0][0]: "bad"})
+    assert bench.train()
+    assert bench.train()
+    assert len(bench.trained()) == 5
+
+
+def test_what_is_withheld_of_a_step_stays_so_when_a_bad_group_of_it_is_replaced(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, staleness=1, on_stale="withhold", max_prompt_s=None)
+    bench.store.set_version(2, 0)
+    for uid, attempt in bench.ask("a", 3):
+        bench.put(uid, attempt, "a")
+    assert bench.store.form(0, 0)
+    pool = bench.store.pool
+    kept = {key: pool.trained_from[key] for key in pool.steps[0][1:]}
+    assert set(kept.values()) == {1}
+    bad = pool.steps[0][0]
+    bench.store.quarantine({bad: "bad"})
+    bench.store.set_version(3, 0)
+    for uid, attempt in bench.ask("a", 3):
+        bench.put(uid, attempt, "a")
+    for _ in range(2):
+        assert bench.store.form(0, 0)
+        pool = bench.store.pool
+        assert {key: pool.trained_from[key] for key in kept} == kept
+        assert pool.trained_from[pool.steps[0][0]] == 2
+        assert pool.trained(0) == 0
+        bench.open()
+    bench.frontier = 1
+    bench.forget(1)
+    assert bench.store.pool.trained(1) == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_group_that_teaches_nothing_is_dropped_though_the_server_was_killed_before_it_was(
+    tmp_path: Path, late: bool
+) -> None:
+    bench = Bench(tmp_path, batch_size=1, drop_constant="reward", late=("reward",) if late else ())
+    [(uid, _)] = bench.ask("a")
+    own = np.ones(2, np.float32)
+    group = Group(uid, [[1, 2], [1, 3]], [[0, 1]] * 2, rows={} if late else {"reward": own})
+    bench.mortal.writes_left, bench.mortal.is_done = 1, True
+    with pytest.raises(Died):
+        bench.store.put(table_of([group]), "a", gate=0)
+    bench.open()
+    if late:
+        bench.mortal.writes_left, bench.mortal.is_done = 1, True
+        with pytest.raises(Died):
+            bench.store.add_columns(late_table(uid, {"reward": own}))
+        bench.open()
+    assert not bench.train()
+    assert bench.book.lost == {uid: "all have one 'reward'"}
+
+
+def test_a_folder_of_prompts_of_producers_hands_out_no_others(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.reserve(["mine"], 0, "a")
+    with pytest.raises(ConfigError, match="producers brought prompts of their own"):
+        bench.store.begin_prompts()
 
 
 @pytest.mark.parametrize("snapshot_every", [1, 1000])

@@ -61,9 +61,12 @@ class PromptDesk:
         """Know the stream by its identity from now on.
 
         Raises:
-            ConfigError: prompts of another stream were handed out before.
+            ConfigError: prompts of another stream were handed out before, or producers brought their own.
         """
         mine = "" if self._rules is None else self._rules.source.identity
+        if mine and not self.book.stream and (self._pool.versions or self._pool.reserved):
+            what = "are given, and producers brought prompts of their own to this run folder"
+            raise ConfigError("serve_rollouts(prompts)", what, "take another run_dir")
         if self.book.stream not in ("", mine):
             what = (
                 "are others than those that were handed out from this run folder"
@@ -143,7 +146,9 @@ class PromptDesk:
         """The groups of these attempts are too old to be trained."""
         uids = [uid for uid, _ in keys]
         if self._rules is not None and uids:
-            self._pool.release(uids)
+            if held := [uid for uid in uids if uid in self._pool.reserved]:
+                self._pool.release(held)
+                self._tell({"released": held})
             (self.lose if self._rules.on_stale == "drop" else self.give_back)(uids, "stale")
 
     def _new(
