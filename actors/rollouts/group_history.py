@@ -55,6 +55,7 @@ class Restored:
         closed: groups that were closed by a call of its own.
         events: names of the records of events.
         book: of the prompts that were handed out.
+        held: groups in no step that the last snapshot knew.
         published: version of the weights for producers, and where they are.
     """
 
@@ -67,6 +68,7 @@ class Restored:
     events: list[str] = field(default_factory=list)
     book: PromptBook = field(default_factory=lambda: PromptBook(1))
     published: tuple[int, list[Any]] | None = None
+    held: set[Key] = field(default_factory=set)
 
 
 class History:
@@ -172,6 +174,11 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
         if (uid in book.out or uid in book.back) and book.attempts.get(uid, 0) == attempt:
             book.put(uid)
             pool.release([uid])
+    for uid, attempt in sorted(found.held - pool.versions.keys()):
+        log.warning("rows are gone group=%s#%d", uid, attempt)
+        is_out = uid in book.out or uid in book.back or uid in book.lost
+        if book.stream and not is_out and book.attempts.get(uid, 0) == attempt:
+            book.give_back([uid], "its rows are gone")
     return found
 
 
@@ -252,6 +259,7 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
     found.gone, found.dropped = set(map(_key, value["gone"])), set(map(_key, value["dropped"]))
     for key in map(_key, value["closed"]):
         _close(key, pool, schema, found)
+    found.held = {_key(key) for name in ("ready", "waiting") for key in value.get(name, ())}
     place = {key: number for number, key in enumerate(map(_key, value.get("ready", ())))}
     pool.ready.sort(
         key=lambda group: place.get(group.key, -1)

@@ -125,7 +125,8 @@ class GroupStore:
             if gate is not None and is_full(self.pool, spans, gate):
                 return None
             refuse(self.pool, self._groups, spans)
-            parts = (unknown_part(self.pool, self._groups, span) for span in spans)
+            versions = table.column("weight_version").to_numpy()
+            parts = (unknown_part(self.pool, self._groups, span, versions) for span in spans)
             kept = [span for span in parts if span is not None]
             if late is not None:
                 coming = {
@@ -337,14 +338,16 @@ class GroupStore:
         self._history.wait(ticket)
 
     def rows_of(self, key: Key) -> pa.Table:
-        """All rows of a group.
+        """All rows of a group that is complete.
 
         Raises:
-            KeyError: they are gone.
+            KeyError: they are gone, or late columns of them are.
             StoreError: the file is damaged.
         """
         with self.changed:
             group = self._groups[key]
+            if not group.is_complete(tuple(self.schema.late)):
+                raise KeyError(key)
         return group.table(self._tables.read)
 
     def group(self, key: Key) -> GroupRows:
@@ -468,7 +471,8 @@ class GroupStore:
         self.pool.since.setdefault(span.key[0], self._now_s())
         self.desk.book.put(span.key[0])
         if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):
-            self.pool.grow(span.key, span.version)
+            if piece.num_rows:
+                self.pool.grow(span.key, span.version)
             if span.closed:
                 self.pool.close(span.key)
             if complete:
@@ -588,6 +592,7 @@ class GroupStore:
                 "told": pool.told, "newest": pool.newest, "timelines": pool.timelines, "reached": pool.reached,
                 "evicted": pool.evicted, "gone": sorted(self._gone), "dropped": sorted(self.dropped),
                 "closed": sorted(self._closed), "ready": [group.key for group in pool.ready],
+                "waiting": list(pool.waiting),
                 "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
                 "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
                 "published": self._published_on_disk(),

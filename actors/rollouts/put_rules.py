@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.group_rows import GroupRows
 from raysvc.errors import SourceError
@@ -40,8 +43,14 @@ def refuse(pool: Pool, groups: Mapping[Key, GroupRows], spans: Sequence[GroupSpa
             raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
 
 
-def unknown_part(pool: Pool, groups: Mapping[Key, GroupRows], span: GroupSpan) -> GroupSpan | None:
-    """What of a span is not known yet; None for nothing."""
+def unknown_part(
+    pool: Pool, groups: Mapping[Key, GroupRows], span: GroupSpan, versions_N: npt.NDArray[np.int64]
+) -> GroupSpan | None:
+    """Returns what of a span is not known yet, as old as its own rows; None for nothing.
+
+    Args:
+        versions_N: weight versions of the N rows of the table.
+    """
     group = groups.get(span.key)
     if span.key not in pool.versions:
         return span
@@ -49,4 +58,7 @@ def unknown_part(pool: Pool, groups: Mapping[Key, GroupRows], span: GroupSpan) -
         return None
     cut = max(0, group.num_rows - span.first)
     rest = span._replace(start=span.start + cut, first=span.first + cut)
-    return rest if rest.start < rest.stop or span.closed else None
+    if rest.start >= rest.stop:
+        return rest if span.closed else None
+    own = versions_N[rest.start : rest.stop]
+    return rest._replace(version=int(own.max() if pool.withholds else own.min()))

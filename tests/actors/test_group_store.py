@@ -156,6 +156,29 @@ def test_an_open_group_that_grows_is_as_old_as_its_newest_sequence_where_old_one
             assert [ready.version for ready in each.pool.ready] == [version]
 
 
+@pytest.mark.parametrize("policy", ["withhold", "drop"])
+def test_rows_that_come_again_do_not_make_their_group_older_or_newer(tmp_path: Path, policy: str) -> None:
+    rollouts = stream(tmp_path, max_staleness=2, on_stale=policy)
+    put(rollouts, group(0, 1, weight_version=0, closed=False), group(1, 1, weight_version=1, closed=False))
+    put(rollouts, group(0, 1, weight_version=1), group(1, 2, weight_version=[0, 1]))
+    for each in (rollouts, stream(tmp_path, max_staleness=2, on_stale=policy)):
+        assert {ready.key[0]: ready.version for ready in each.pool.ready} == {"g0": 0, "g1": 1}
+
+
+def test_a_group_whose_late_columns_are_gone_is_named_and_quarantined(tmp_path: Path) -> None:
+    rollouts = stream(tmp_path, late=("reward",))
+    for number in range(2):
+        put(rollouts, group(number))
+        rollouts.store.add_columns(late_table(f"g{number}", {"reward": [1.0, 0.0]}))
+    assert rollouts.form(0, 0)
+    min((tmp_path / "columns").iterdir()).unlink()
+    rollouts = stream(tmp_path, late=("reward",))
+    with pytest.raises(KeyError):
+        rollouts.make(0, (1,))
+    assert rollouts.repair(0, (1,))
+    assert rollouts.pool.quarantined == {("g0", 0): "its rows are gone"}
+
+
 def test_versions_that_are_not_one_count_a_sequence_are_refused(tmp_path: Path) -> None:
     rollouts = stream(tmp_path, max_staleness=1)
     for versions, match in (

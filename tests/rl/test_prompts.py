@@ -425,6 +425,8 @@ def test_another_prompt_comes_in_the_place_of_a_bad_group_though_each_step_is_tr
     assert bench.train()
     assert bench.trained() == ["0/0:0:0", uid, "2/0:0:2"]
     bench.check()
+    bench.forget(1)
+    assert bench.store.pool.trained(1) == 3
 
 
 def test_a_server_that_was_killed_has_room_though_it_knows_of_fewer_commits(tmp_path: Path) -> None:
@@ -584,6 +586,30 @@ def test_a_group_that_teaches_nothing_is_dropped_though_the_server_was_killed_be
         bench.open()
     assert not bench.train()
     assert bench.book.lost == {uid: "all have one 'reward'"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_prompt_whose_rows_are_lost_before_a_step_has_them_is_handed_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.setattr(group_history, "SNAPSHOT_EVERY", 1)
+    bench = Bench(tmp_path, late=("reward",) if late else ())
+    bench.store.begin_prompts()
+    [(uid, attempt)] = bench.ask("a")
+    assert bench.put(uid, attempt, "a") == "new"
+    [(other, _)] = bench.ask("a")
+    for path in (tmp_path / "groups").iterdir():
+        path.unlink()
+    for _ in range(2):
+        bench.open()
+        bench.check()
+    assert bench.ask("b") == [(uid, 1)]
+    bench.open()
+    bench.check()
+    assert bench.put(uid, 1, "b") == "new"
+    assert set(bench.book.out) == {other}
+    bench.open()
+    bench.check()
 
 
 def test_a_folder_of_prompts_of_producers_hands_out_no_others(tmp_path: Path) -> None:
