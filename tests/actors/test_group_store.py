@@ -152,6 +152,7 @@ def test_an_open_group_that_grows_is_as_old_as_its_newest_sequence_where_old_one
         rollouts.store.set_version(2, 0)
         for first, own in enumerate((0 if policy == "withhold" else 1, 2)):
             put(rollouts, group(0, 1, weight_version=own, first_row=first, closed=first == 1))
+            rollouts.form(0, 0)  # what is too old goes
         for each in (rollouts, stream(tmp_path / policy, max_staleness=1, on_stale=policy)):
             assert [ready.version for ready in each.pool.ready] == [version]
 
