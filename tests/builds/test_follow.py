@@ -26,6 +26,7 @@ from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.report.facts import gather
+from tests.cache.helpers import wait_until_unused
 
 from .test_windowed_job import run_json, runner
 
@@ -276,8 +277,7 @@ def test_gc_keeps_an_entry_that_is_followed_until_it_is_unused_for_long(
     assert parts
     collect_garbage(store, older_than_s=3600, grace_s=0)
     assert sorted((tmp_path / "cache").glob("*/part-*")) == parts
-    for path in (tmp_path / "cache").glob("*/use-*"):  # of the stream above, which is gone
-        path.unlink()
+    wait_until_unused(store)  # by the stream above, which is gone: a hold that ends is a sign of use
     collect_garbage(store, older_than_s=0, grace_s=0)
     assert not list((tmp_path / "cache").glob("*/part-*"))
     assert steps_of(job) == before  # from the listings, and the file
