@@ -273,7 +273,7 @@ def config_of(lm: Any) -> Any:
 
 
 def _ids_of(lm: torch.nn.Module) -> int:
-    """How many ids the model has an entry for."""
+    """Counts the ids that the model has an entry for."""
     config = config_of(lm)
     if config is not None:
         return int(config.get_text_config().vocab_size)
@@ -304,7 +304,7 @@ def _coarsest_step(lm: torch.nn.Module) -> Iterator[list[float]]:
 
 @contextmanager
 def _evaluating(lm: torch.nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients; every module is left in the mode in which it was."""
+    """Runs in eval mode and without gradients; every module is left in the mode in which it was."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

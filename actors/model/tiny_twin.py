@@ -100,7 +100,7 @@ def _kinds(config: Any) -> list[str]:
 
 
 def _enough_layers(kinds: list[str]) -> int:
-    """How many of the first layers hold every kind."""
+    """Counts the first layers that together hold every kind."""
     return max(2, *(kinds.index(kind) + 1 for kind in kinds))
 
 

@@ -44,7 +44,7 @@ class StepRecord:
 
 @dataclass
 class Restored:
-    """What the disk says, beside the pool and the schema.
+    """Holds what the disk says, beside the pool and the schema.
 
     Attributes:
         groups: rows of each group.

@@ -49,7 +49,7 @@ MOST_BEGINS = 64  # a request that is on its way for longer than so many restart
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What is not there any more.
+    """Names what is not there any more.
 
     Attributes:
         kept_from: no step below is asked for again.
@@ -232,7 +232,7 @@ class Spool:
         return read_named(self._store, path, REMEDY)
 
     def _json(self, path: str) -> Any:
-        """What a record says; None for one that is torn, or gone."""
+        """Returns what a record says; None for one that is torn, or gone."""
         try:
             data = self._read(path)
         except FileNotFoundError:
@@ -244,7 +244,7 @@ class Spool:
             return None
 
     def _records(self, folder: str) -> Iterable[dict[str, Any]]:
-        """Of steps, or of what was forgotten, in the order in which they were written."""
+        """Yields records of steps, or of what was forgotten, in the order in which they were written."""
         for name in sorted(self._listed(folder), key=_written):
             if (record := self._json(f"{folder}/{name}")) is not None:
                 yield record
@@ -284,6 +284,6 @@ def _is_void(name: str, begins: Mapping[int, int]) -> bool:
 
 
 def _number(name: str) -> int:
-    """Of a step's file; beyond all steps for what is none."""
+    """Returns the number of a step's file; one beyond all steps for what is none."""
     stem = name.split(".")[0]
     return int(stem) if stem.isdigit() else 1 << 62

@@ -293,7 +293,7 @@ class Pool:
         return old
 
     def take_evicted(self) -> list[Key]:
-        """What was evicted since this was asked last."""
+        """Returns what was evicted since this was asked last."""
         gone, self._untold = self._untold, []
         return gone
 

@@ -82,7 +82,7 @@ class ChunkPiece:
 
 @dataclass(eq=False)
 class GroupRows:
-    """What is known of a group.
+    """Holds what is known of a group.
 
     Attributes:
         pieces: its rows.

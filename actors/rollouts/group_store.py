@@ -42,7 +42,7 @@ REFUSED = ("stale", "superseded")  # verdicts of what is not kept
 
 
 class PutResult(NamedTuple):
-    """What became of a put: how many groups are new, how many were there before, and what each producer is told."""
+    """Tells what became of a put: how many groups are new, how many were there before, and what each producer is told."""
 
     new: int
     known: int
@@ -218,7 +218,7 @@ class GroupStore:
             return {uid: self._state((uid, attempt), frontier) for uid in uids}
 
     def under_way(self) -> tuple[Missing, ...]:
-        """What a step that cannot be formed may be waiting for, the oldest first."""
+        """Returns what a step that cannot be formed may be waiting for, the oldest first."""
         with self.changed:
             return under_way(self.pool, self._now_s())
 
@@ -351,7 +351,7 @@ class GroupStore:
         return group.table(self._tables.read)
 
     def group(self, key: Key) -> GroupRows:
-        """What is known of a group; KeyError when its rows are gone."""
+        """Returns what is known of a group; KeyError when its rows are gone."""
         with self.changed:
             return self._groups[key]
 

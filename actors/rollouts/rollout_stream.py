@@ -50,7 +50,7 @@ MAX_STEPS = 10**9
 
 @dataclass(frozen=True, eq=False)
 class _StepRows:
-    """What a step is planned from: its rows group after group, with a row of one token where a group is missing.
+    """Holds what a step is planned from: its rows group after group, with a row of one token where a group is missing.
 
     Attributes:
         batch: the rows that are there.
@@ -151,7 +151,7 @@ class RolloutStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+        """Returns what a checkpoint must agree with."""
         plan = self._recipe.plan
         return {
             "rollouts": self._name,
@@ -198,7 +198,7 @@ class RolloutStream:
         return self._made(step, self._step_rows(step), roles)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
-        """What the plan says of a formed step.
+        """Returns what the plan says of a formed step.
 
         Raises:
             StepNotReady: it is not formed.
@@ -213,7 +213,7 @@ class RolloutStream:
         return self.outline(step, role).nbytes
 
     def turns(self) -> dict[str, Any] | None:
-        """What became of turns, as `TurnMerger.counts`; None: rows travel as they were put."""
+        """Counts what became of turns, as `TurnMerger.counts`; None: rows travel as they were put."""
         return None if self._merger is None else self._merger.counts()
 
     def trained_by(self, step: int) -> int:
@@ -251,7 +251,7 @@ class RolloutStream:
         return without_targets(batch, is_old), is_old
 
     def turns_of(self, key: Key, batch: RowBatch) -> Turns | None:
-        """What becomes of the turns of a group, of these rows; None: rows travel as they were put."""
+        """Finds what becomes of the turns of a group, of these rows; None: rows travel as they were put."""
         return None if self._merger is None else self._merger.turns_of(key, batch)
 
     def broken_turns(self, step: int) -> list[BrokenTurn]:

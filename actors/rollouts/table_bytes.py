@@ -21,7 +21,7 @@ def file_buffers(table: pa.Table) -> list[memoryview]:
 
 
 class _Sink:
-    """As much of a file as Arrow writes to: it hands over large buffers as they are."""
+    """Takes the place of a file that Arrow writes to: it hands over large buffers as they are."""
 
     closed = False
 

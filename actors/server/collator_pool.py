@@ -82,7 +82,7 @@ class CollatorPool:
         return self.nodes[part.rank % len(self.nodes)] if self.nodes else None
 
     def _start(self) -> None:
-        """As many on each node, one at least."""
+        """Puts as many on each node, one at least."""
         nodes: list[str | None] = [*dict.fromkeys(self.nodes)] or [None]
         counts = {node: max(1, len(range(place, self._size, len(nodes)))) for place, node in enumerate(nodes)}
         log.info("collators=%d nodes=%d", sum(counts.values()), len(nodes))

@@ -91,7 +91,7 @@ class EntryMedia:
         return max(sum(one.nbytes for one in arrays.values()) / patches for arrays, patches in self._blanks)
 
     def _read(self, sha256: str) -> bytes:
-        """From the store of any of the entries: most share one."""
+        """Reads from the store of any of the entries: most share one."""
         stores = {one.store.url: one.store for one in self._entries}
         for number, store in enumerate(stores.values()):
             try:

@@ -305,7 +305,7 @@ class ReaderLease:
         ]
 
     def _seated(self, rank: int, seat: Seat) -> ReaderLease:
-        """With another seat; the frontier is the smallest of all seats once they are taken."""
+        """Returns the lease with another seat; the frontier is the smallest of all seats once they are taken."""
         seats, before = (*self.seats[:rank], seat, *self.seats[rank + 1 :]), self.seats[rank].frontier
         if before is not None and seat.frontier is not None and seat.frontier >= self.frontier:
             # it can only have grown, and has not where another seat is still there: seldom more than a few are looked at

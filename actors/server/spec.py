@@ -52,7 +52,7 @@ class Role(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank gets of a step: its shards of all mini-batches.
+    """Carries what one rank gets of a step: its shards of all mini-batches.
 
     Attributes:
         role: number of the role.
@@ -119,7 +119,7 @@ class SourceSpec(BaseModel):
         return entry_to_come(self.coming, open_store(root, storage_options), folder)
 
     def lasting(self) -> SourceSpec:
-        """What holds of it when the build has ended."""
+        """Returns what holds of it when the build has ended."""
         has_end = self.coming is None or self.coming.has_end
         return SourceSpec(uri=self.uri) if has_end else self
 
@@ -281,7 +281,7 @@ class Lease:
 
 @dataclass(frozen=True, eq=False)
 class StepInfo:
-    """What the driver learns of a step: no tensors.
+    """Tells the driver about a step: no tensors.
 
     Attributes:
         index: step, 0-based.
@@ -315,7 +315,7 @@ class StepInfo:
     rollout_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def for_rank(self, frontier: int) -> list[Any]:
-        """What a rank gets, of types that Ray sends without pickling: all but `rows`, which say where the rows of every rank are."""
+        """Returns what a rank gets, of types that Ray sends without pickling: all but `rows`, which say where the rows of every rank are."""
         minis, versions = [mini.plain for mini in self.mini_batches], self.weight_versions
         times = [self.read_s, self.collate_s, versions and list(versions), self.groups_s, self.build_s]
         metrics = {} if self.rollouts is None else self.rollouts.metrics()
@@ -334,7 +334,7 @@ class StepInfo:
 
 @dataclass(frozen=True, eq=False)
 class MiniOutline:
-    """What the plan alone says of a mini-batch: no row was read.
+    """Tells what the plan alone says of a mini-batch: no row was read.
 
     Attributes:
         row_ids: int64 [N].

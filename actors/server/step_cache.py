@@ -118,7 +118,7 @@ class SharedSteps(Generic[T]):
                 self._say_it_fell_out(key, kept.taken, kept.readers)
 
     def _say_it_fell_out(self, key: Hashable, taken: int, readers: int) -> None:
-        """At the 1st, 2nd, 4th, 8th, ... time."""
+        """Logs at the 1st, 2nd, 4th, 8th, ... time."""
         self._fell_out += 1
         if self._fell_out & (self._fell_out - 1) == 0:
             log.warning(

@@ -197,7 +197,7 @@ class StepMaker:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """As many at a time as may collate, and counted."""
+        """Lets as many threads in at a time as may collate, and counts them."""
         with self._collating:
             with self._lock:
                 self._num_collating += 1

@@ -286,7 +286,7 @@ class Worker:
         return staged, wait_s
 
     def _prepared(self, shard: Shard, columns: RowValues | None, loss_weight: float) -> Shard:
-        """With `columns`, and with the weight of every target; both in the thread that stages."""
+        """Adds `columns` and the weight of every target; both in the thread that stages."""
         shard = shard if columns is None else with_columns(shard, columns)
         weights = token_weights(
             shard.arrays,

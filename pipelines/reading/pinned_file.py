@@ -237,7 +237,7 @@ class _Cursor:
 
 
 class _KeptStream:
-    """At most one open stream of this process."""
+    """Keeps at most one open stream of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -106,5 +106,5 @@ class LineCutter:
 
 
 def _newlines(block: bytes, start: int, end: int) -> int:
-    """In [start, end). `bytes.count` takes twice as long, and the thread that hashes the file would wait for its lock."""
+    """Counts in [start, end). `bytes.count` takes twice as long, and the thread that hashes the file would wait for its lock."""
     return int(np.count_nonzero(np.frombuffer(block, np.uint8)[start:end] == NEWLINE))

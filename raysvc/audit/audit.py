@@ -60,7 +60,7 @@ class AuditedSource(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What addresses of its rows begin with."""
+        """Returns what addresses of its rows begin with."""
         return f"{self.name} " if self.name else ""
 
 
@@ -176,7 +176,7 @@ class _Auditor:
             yield from self._same.check(row, is_eval)
 
     def report(self, seconds: float) -> AuditReport:
-        """What was found."""
+        """Returns what was found."""
         skipped = {}
         if self._same.near is None:
             skipped["near_duplicate"] = "rensa is not installed: pip install 'raysvc[audit]'"
@@ -193,7 +193,7 @@ class _Auditor:
 
 
 class _SourceChecks:
-    """What is known of a source, and checks of a row's tokens."""
+    """Holds what is known of a source, and checks a row's tokens."""
 
     def __init__(self, source: AuditedSource, plan: BuildPlan, form: Format) -> None:
         self.source, self.form = source, form

@@ -106,7 +106,7 @@ class AuditedRow:
 
     @cached_property
     def said(self) -> str:
-        """What user and assistant say, or the text; of rows that came as tokens, what is trained."""
+        """Returns what user and assistant say, or the text; of rows that came as tokens, what is trained."""
         example = self.sequences[self.main].example
         if isinstance(example, ChatExample):
             return "\n".join(_text_of(one) for one in example.messages if one["role"] in SPEAKERS)

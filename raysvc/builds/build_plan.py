@@ -107,7 +107,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
 
 
 def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] | None:
-    """How messages are read, where there are any."""
+    """Says how messages are read, where there are any."""
     if spec.format in ("text", "pretokenized") or tokenizer.chat_template is None:
         return None
     fits = [tokenizer.fit(has_tools) for has_tools in (False, True)]

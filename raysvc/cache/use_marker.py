@@ -199,7 +199,7 @@ def _keeper_of(store: Store, folder: str) -> _Keeper:
 
 
 def _end_local() -> None:
-    """At exit; what lies on a network ends by time, since a dead store must not delay the exit."""
+    """Ends holds at exit; what lies on a network ends by time, since a dead store must not delay the exit."""
     if _LOCAL in _keepers:
         _keepers[_LOCAL].end()
 

@@ -194,7 +194,7 @@ class Mixture:
         return stages, firsts, before
 
     def _turns(self, stream: Int64s) -> tuple[Int64s, Int64s]:
-        """Which source each stream position is of, and its index within that source."""
+        """Returns which source each stream position is of, and its index within that source."""
         stages, firsts, before = self._in_force
         stage_of = np.searchsorted(firsts, stream, side="right") - 1
         source_of, turn = np.empty_like(stream), np.empty_like(stream)
@@ -295,5 +295,5 @@ def _counts_until(stage: Stage, positions: int, num_sources: int) -> Int64s:
 
 
 def _shared(positions: Int64s, count: int, whole: int) -> Int64s:
-    """How many of the first `positions` slots fall to who gets `count` of every `whole`, spread evenly."""
+    """Counts how many of the first `positions` slots fall to who gets `count` of every `whole`, spread evenly."""
     return (positions * count + whole // 2) // whole

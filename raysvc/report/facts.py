@@ -121,7 +121,7 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
 
 
 def _decisions(job: JobConfig) -> list[dict[str, Any]]:
-    """From which step on, other weights, and rows that are left out."""
+    """Lists from which step on there are other weights, and rows that are left out."""
     known = FeedbackLog(f"{absolute(job.run_dir)}/server/feedback", job.cache.storage_options).decisions()
     return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
 
@@ -155,6 +155,6 @@ def _by_source(
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most `most` numbers below `count`, evenly spread."""
+    """Returns at most `most` numbers below `count`, evenly spread."""
     take = min(count, most)
     return [index * count // take for index in range(take)]

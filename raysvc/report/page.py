@@ -153,7 +153,7 @@ def _plan_in_words(plan: PlanReport) -> dict[str, Any]:
 
 
 def _whole_run(facts: Facts, figures: Figures) -> str:
-    """As `_run`.
+    """Does what `_run` does.
 
     Raises:
         StateMismatch: the logs of the run are not what was written.

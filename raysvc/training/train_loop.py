@@ -111,7 +111,7 @@ def _refuse_if_trained_meanwhile(folder: RunFolder, checkpoint: Checkpoint | Non
 def _entry_beside_ray(
     job: JobConfig, address: str | None, progress: Progress, step: int, ray_there: Future[str]
 ) -> tuple[CacheEntry, BuildBeside | None]:
-    """As `entry_or_build`; the first slice is made, and what workers need is imported, while Ray starts."""
+    """Does what `entry_or_build` does; the first slice is made, and what workers need is imported, while Ray starts."""
     try:
         check_layout(job, ray_there)
         found = entry_or_build(job, address, progress)

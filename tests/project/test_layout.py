@@ -189,7 +189,7 @@ def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Pat
 
 def test_the_version_has_its_section_in_the_changelog() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[:2] == ["Unreleased", raysvc.__version__]
+    assert raysvc.__version__ in headings[:2]  # behind what is unreleased, if anything is
 
 
 @pytest.mark.slow

@@ -147,6 +147,6 @@ class AddedEntry(Entry):
 
 
 def of_rows(base: Entry) -> list[dict[str, Any]]:
-    """What receipts of columns say of each slice, where it is one of the rows: their key says what it holds."""
+    """Returns what receipts of columns say of each slice, where it is one of the rows: their key says what it holds."""
     rows = base.source_rows.tolist()
     return slices_of(rows, [base.key] * len(rows))

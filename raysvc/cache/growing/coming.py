@@ -54,7 +54,7 @@ class FollowedSpec(BaseModel):
 
 
 class AddedSpec(BaseModel):
-    """What is known of columns that are computed while the slices of their rows come.
+    """Holds what is known of columns that are computed while the slices of their rows come.
 
     Attributes:
         key: of the recipe.
@@ -71,7 +71,7 @@ class AddedSpec(BaseModel):
 
     @property
     def has_end(self) -> bool:
-        """What the rows say."""
+        """Returns what the rows say."""
         return self.base.has_end
 
 

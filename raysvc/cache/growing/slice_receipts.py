@@ -72,7 +72,7 @@ class SliceReceipts:
 
     @property
     def wanted(self) -> Sequence[Mapping[str, Any]]:
-        """What the receipt of each slice says that it is of."""
+        """Returns what the receipt of each slice says that it is of."""
         return self._wanted
 
     @property
@@ -260,7 +260,7 @@ class SliceReceipts:
 def slices_of(
     source_rows: Sequence[int], contents: Sequence[str], last: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """What a receipt says of each slice that it is of.
+    """Returns what a receipt says of each slice that it is of.
 
     Args:
         last: what it says of the slice before the first of them.

@@ -57,7 +57,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in ticks since boot; "" for one that has ended."""
+    """Returns when a process started, in ticks since boot; "" for one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -174,7 +174,7 @@ class FsspecStore:
 
 
 def _in_one_request(fs: Any) -> dict[str, int]:
-    """How s3fs reads without asking for the size first; before 2026.3 it never asks."""
+    """Returns how s3fs reads without asking for the size first; before 2026.3 it never asks."""
     return {"max_concurrency": 1} if "max_concurrency" in signature(fs._cat_file).parameters else {}
 
 

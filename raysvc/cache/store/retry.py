@@ -154,7 +154,7 @@ def _refusal(url: str, error: BaseException) -> StoreError | None:
 
 
 def _says_no_bucket(error: BaseException) -> bool:
-    """By its code, since not every server adds words, or by the words; a path may have the word bucket in it."""
+    """Decides by its code, since not every server adds words, or by the words; a path may have the word bucket in it."""
     response = getattr(error.__cause__, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     return code == "NoSuchBucket" or "specified bucket does not exist" in str(error).lower()

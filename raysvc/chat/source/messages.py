@@ -190,7 +190,7 @@ class MessageReader:
         return _with_aliases(message)
 
     def _renamed(self, item: Message, changes: Changes) -> Message:
-        """With `role` and `content` for keys that say the same."""
+        """Returns it with `role` and `content` for keys that say the same."""
         pair = self._keys_of(item)
         if pair == SPELLINGS[0] or pair[0] not in item:
             return item
