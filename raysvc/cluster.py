@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from raysvc.errors import AddressError
 from raysvc.nodes import own_rays
@@ -59,15 +60,16 @@ def _connect(address: str | None, need_cpus: float) -> str:
         _join(address)
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
+    start = partial(ray.init, address="local", num_cpus=cores, include_dashboard=False,
+                    logging_level=logging.ERROR, log_to_driver=False)  # fmt: skip
     try:
-        ray.init(
-            address="local",
-            num_cpus=cores,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-    except Exception as error:  # Ray raises a bare one where its processes are late
+        try:
+            start()
+        except Exception as error:  # noqa: BLE001 - Ray raises a bare one where its processes are late
+            log.warning("Ray did not start error=%s; trying once more", _first_line(error))
+            ray.shutdown()
+            start()
+    except Exception as error:
         what = f"did not start on this machine: {_first_line(error)}"
         remedy = "run the same command again when the machine is less busy, or join a cluster with --address"
         raise AddressError("Ray", what, remedy) from error

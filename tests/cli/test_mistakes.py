@@ -47,15 +47,20 @@ def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_ray_of_this_machine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
+    calls: list[str] = []
+
     def late(**_: object) -> None:
+        calls.append("init")
         raise Exception("The current node timed out during startup. GCS has become overloaded.\nMore.")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     with pytest.raises(
         AddressError, match=r"^Ray: did not start on this machine: The current node timed out"
     ):
         connect()
+    assert calls == ["init", "shutdown", "init"], "a busy machine is asked twice"
 
 
 @pytest.mark.parametrize("command", ["show", "report", "train"])
