@@ -167,10 +167,8 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
     steps, trained_from = spool.steps()
     pool.load(steps, forgotten.kept_from, found.forgotten | found.gone, trained_from)
-    for (
-        uid,
-        attempt,
-    ) in pool.step_of:  # also of those whose rows are lost: they came, and are under way no more
+    # also groups whose rows are lost came: they are under way no more
+    for uid, attempt in pool.step_of:
         if (uid in book.out or uid in book.back) and book.attempts.get(uid, 0) == attempt:
             book.put(uid)
             pool.release([uid])

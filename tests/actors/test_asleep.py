@@ -57,6 +57,14 @@ class World:
         self.pause()
         return answer
 
+    def settle(self) -> None:
+        """What is on its way arrives; from now on nobody sleeps, and no request fails."""
+        self.depth = DEEP
+        for apply in self.in_flight:
+            apply()
+        self.in_flight.clear()
+        self.rng.random = lambda: 0.5  # type: ignore[method-assign]
+
     def pause(self) -> None:
         if self.in_flight and self.rng.random() < 0.1:
             self.in_flight.pop(self.rng.randrange(len(self.in_flight)))()
@@ -222,9 +230,7 @@ def test_no_acknowledged_record_is_lost_or_written_over_however_servers_sleep_an
     servers = JournalServers(world, JournalServer)
     for _ in range(8):
         servers.act()
-    world.depth = DEEP  # nobody sleeps any more
-    for apply in world.in_flight:
-        apply()
+    world.settle()
     names = sorted(name for name in world.files if name.count("/") == 0)
     newest = json.loads(world.files[names[-1]]) if names else {"owner": 0, "attempt": 0}
     assert newest["attempt"] >= servers.acked[1]
@@ -272,11 +278,7 @@ def test_what_is_before_an_acknowledged_put_never_changes_however_servers_sleep_
     servers = SpoolServers(world, SpoolServer)
     for _ in range(7):
         servers.act()
-    world.depth = DEEP
-    for apply in world.in_flight:
-        apply()
-    world.in_flight.clear()
-    world.rng.random = lambda: 0.5  # type: ignore[method-assign]  # and no request fails
+    world.settle()
     last = SpoolServer(world, servers.born + 1, servers)
     last.start()
 
@@ -323,11 +325,7 @@ def test_decisions_that_were_acknowledged_stay_as_they_are_however_servers_sleep
     servers = FeedbackServers(world, FeedbackServer)
     for _ in range(5):
         servers.act()
-    world.depth = DEEP
-    for apply in world.in_flight:
-        apply()
-    world.in_flight.clear()
-    world.rng.random = lambda: 0.5  # type: ignore[method-assign]  # and no request fails
+    world.settle()
     FeedbackServer(world, servers.born + 1, servers).start()
 
 

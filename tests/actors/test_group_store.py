@@ -193,14 +193,14 @@ def test_versions_that_are_not_one_count_a_sequence_are_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("rows", ["keep", "merge"])
-@pytest.mark.parametrize("columns", [{}, {"late": ("reward",)}])
+@pytest.mark.parametrize("columns", [{}, {"late": ("reward",)}, {"max_staleness": 1, "on_stale": "withhold"}])
 def test_a_step_of_which_no_group_can_be_collated_is_made_without_rows(
     tmp_path: Path, rows: str, columns: dict[str, Any]
 ) -> None:
     rollouts = stream(tmp_path, rows=rows, **columns)
     for number in range(2):
         put(rollouts, group(number, tokens={"logprobs": [np.ones((3, 2), np.float32)] * 2}))
-        if columns:
+        if "late" in columns:
             rollouts.store.add_columns(late_table(f"g{number}", {"reward": [1.0, 0.0]}))
     assert rollouts.form(0, 0)
     rollouts.store.quarantine({("g0", 0): "bad", ("g1", 0): "bad"})

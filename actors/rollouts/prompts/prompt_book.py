@@ -107,7 +107,7 @@ class PromptBook:
 
     def load(self, value: dict[str, Any]) -> None:
         """The inverse of `to_json`."""
-        self.stream = value["stream"]
+        self.stream = value.get("stream", "")
         self.next, self.back, self.attempts = value["next"], dict(value["back"]), dict(value["attempts"])
         self.lost = dict(value["lost"])
         self.out = {uid: HandedOut(uid, attempt, version) for uid, attempt, version in value["out"]}
