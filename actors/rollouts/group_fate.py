@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from raysvc.actors.rollouts.group_pool import Key, Pool
-from raysvc.rl.prompt_state import LOST, Missing, PromptState
+from raysvc.rl.prompt_state import LOST, AwaitedPrompt, PromptState
 
 
 def state_of(
@@ -57,11 +57,13 @@ def verdict(state: PromptState) -> str:
     return state.state if state.state in LOST else "known"
 
 
-def under_way(pool: Pool, now_s: float) -> tuple[Missing, ...]:
+def under_way(pool: Pool, now_s: float) -> tuple[AwaitedPrompt, ...]:
     """Prompts that are reserved, open or waiting for late columns, the oldest first."""
     found = [(uid, "reserved", owner) for uid, owner in pool.reserved.items()]
     for key in pool.waiting:
         owner = pool.owners.get(key)
         found.append((key[0], "open" if owner else "waiting", owner or ""))
-    aged = [Missing(uid, state, owner, now_s - pool.since.get(uid, now_s)) for uid, state, owner in found]
+    aged = [
+        AwaitedPrompt(uid, state, owner, now_s - pool.since.get(uid, now_s)) for uid, state, owner in found
+    ]
     return tuple(sorted(aged, key=lambda each: -each.held_s))

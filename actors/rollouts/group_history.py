@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_commit import GroupCommit
 from raysvc.actors.rollouts.group_log import Event, Spool
-from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.rollouts.group_pool import Key, Pool, ReadyGroup, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, late_names
-from raysvc.actors.rollouts.prompts.prompt_book import HandedOut, PromptBook
+from raysvc.actors.rollouts.prompts.prompt_book import PromptAttempt, PromptBook
 from raysvc.rl.group import FIXED
 from raysvc.rl.schema import Schema, spans_of, with_growth
 
@@ -43,7 +43,7 @@ class StepRecord:
 
 
 @dataclass
-class Restored:
+class RestoredGroups:
     """Holds what the disk says, beside the pool and the schema.
 
     Attributes:
@@ -143,11 +143,11 @@ class History:
             self._events = [*older, name]
 
 
-def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: PromptBook) -> Restored:
+def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: PromptBook) -> RestoredGroups:
     """Read everything back, into an empty pool and an empty schema."""
     spool.begin()
     forgotten = spool.forgotten()
-    found = Restored(forgotten=set(forgotten.groups), book=book)
+    found = RestoredGroups(forgotten=set(forgotten.groups), book=book)
     names = {name: folder for folder, name in spool.history()}
     for name in sorted({*names, *forgotten.tables}):
         if name in forgotten.tables:
@@ -180,7 +180,7 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     return found
 
 
-def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> None:
+def apply_event(event: Event, pool: Pool, schema: Schema, found: RestoredGroups) -> None:
     """One thing that happened."""
     ((kind, value),) = event.items()
     if kind == "told":
@@ -204,7 +204,7 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> No
         found.gone.update(map(_key, value))
     elif kind == "handed_out":
         owner, ask, prompts, following = value
-        handed = [HandedOut(*each) for each in prompts]
+        handed = [PromptAttempt(*each) for each in prompts]
         found.book.hand_out(owner, ask, handed, following)
         pool.reserved.update({each.uid: owner for each in handed})
         pool.granted.update({each.uid: each.version for each in handed})
@@ -224,7 +224,7 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> No
         _apply_snapshot(value, pool, schema, found)
 
 
-def _close(key: Key, pool: Pool, schema: Schema, found: Restored) -> None:
+def _close(key: Key, pool: Pool, schema: Schema, found: RestoredGroups) -> None:
     found.closed.add(key)
     if key in found.groups:
         found.groups[key].closed = True
@@ -243,7 +243,7 @@ def _begin(pool: Pool, timeline: Timeline) -> None:
         pool.cut(timeline.begin)
 
 
-def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Restored) -> None:
+def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: RestoredGroups) -> None:
     pool.told = [(step, version) for step, version in value["told"]]
     pool.newest, pool.reached = value["newest"], value["reached"]
     pool.timelines = [Timeline(*each) for each in value["timelines"]]
@@ -265,7 +265,7 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
 
 
 def _read_table(
-    spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema, found: Restored
+    spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema, found: RestoredGroups
 ) -> Chunk | None:
     try:
         table = spool.read(name, folder)
@@ -290,14 +290,14 @@ def _read_table(
         )
         group.closed = span.closed
         pool.grow(span.key, span.version)
-        pool.put(Ready(span.key, span.version), complete=False)
+        pool.put(ReadyGroup(span.key, span.version), complete=False)
         found.book.put(span.key[0])
         _complete(span.key, pool, schema, found)
     found.num_rows += table.num_rows
     return chunk
 
 
-def _complete(key: Key, pool: Pool, schema: Schema, found: Restored) -> None:
+def _complete(key: Key, pool: Pool, schema: Schema, found: RestoredGroups) -> None:
     """A group that has all it needs gets ready, at the place in the history where it got the last of it."""
     if key in pool.waiting and found.groups[key].is_complete(tuple(schema.late)):
         pool.complete(key)

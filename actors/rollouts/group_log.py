@@ -48,7 +48,7 @@ MOST_BEGINS = 64  # a request that is on its way for longer than so many restart
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class ForgottenGroups:
     """Names what is not there any more.
 
     Attributes:
@@ -148,7 +148,7 @@ class Spool:
             trained_from |= {key: version for key, version in said if version is not None}
         return groups, trained_from
 
-    def forgotten(self) -> Forgotten:
+    def forgotten(self) -> ForgottenGroups:
         """All that was ever forgotten."""
         kept_from, trained, groups, tables = 0, 0, dict[Key, int](), dict[str, int]()
         for record in self._records("forgotten"):
@@ -156,9 +156,9 @@ class Spool:
             groups |= {(uid, attempt): version for uid, attempt, version in record["groups"]}
             tables |= record["tables"]
             trained = max(trained, record.get("trained", 0))
-        return Forgotten(kept_from, groups, tables, trained)
+        return ForgottenGroups(kept_from, groups, tables, trained)
 
-    def forget(self, what: Forgotten) -> None:
+    def forget(self, what: ForgottenGroups) -> None:
         """Keep what goes, on top of what went before. None of it is removed yet; many records become one."""
         self._write_forgotten(what)
         names = self._listed("forgotten")
@@ -177,7 +177,7 @@ class Spool:
             self._store.delete(name)
         return len(gone)
 
-    def _write_forgotten(self, what: Forgotten) -> None:
+    def _write_forgotten(self, what: ForgottenGroups) -> None:
         groups = [[*key, version] for key, version in what.groups.items()]
         record = {
             "kept_from": what.kept_from,

@@ -30,7 +30,7 @@ FOREVER_S = float("inf")
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyGroup:
     """A group that may be planned.
 
     Attributes:
@@ -99,7 +99,7 @@ class Pool:
     timelines: list[Timeline] = field(default_factory=list)
     reached: int = 0
     newest: int = 0
-    ready: list[Ready] = field(default_factory=list)
+    ready: list[ReadyGroup] = field(default_factory=list)
     waiting: dict[Key, int] = field(default_factory=dict)
     steps: dict[int, list[Key]] = field(default_factory=dict)
     versions: dict[Key, int] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Pool:
         self.waiting = {key: version for key, version in self.waiting.items() if key not in through}
         self.owners = {key: owner for key, owner in self.owners.items() if key in self.waiting}
 
-    def put(self, group: Ready, *, complete: bool = True, owner: str | None = None) -> bool:
+    def put(self, group: ReadyGroup, *, complete: bool = True, owner: str | None = None) -> bool:
         """Add a group; False when it was put before. One that is not complete waits; with an `owner` it is open."""
         self.reserved.pop(group.key[0], None)
         self.granted.pop(group.key[0], None)
@@ -189,7 +189,7 @@ class Pool:
         """A group that was waiting may be planned."""
         if key in self.waiting:
             self.since.pop(key[0], None)
-            self.ready.append(Ready(key, self.waiting.pop(key)))
+            self.ready.append(ReadyGroup(key, self.waiting.pop(key)))
 
     def refuse_version(self, version: int) -> str | None:
         """Why no weights of this version can have sampled anything; None: they can. Without a bound all can."""

@@ -26,16 +26,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_fate import state_of, under_way, verdict
-from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
-from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
-from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.rollouts.group_history import History, RestoredGroups, StepRecord, restore
+from raysvc.actors.rollouts.group_log import Event, ForgottenGroups, Spool
+from raysvc.actors.rollouts.group_pool import Key, Pool, ReadyGroup, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, is_constant, refuse_without
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, lines_of, refuse_lines
-from raysvc.actors.rollouts.prompts.prompt_book import HandedOut
+from raysvc.actors.rollouts.prompts.prompt_book import PromptAttempt
 from raysvc.actors.rollouts.prompts.prompt_desk import PromptDesk, PromptRules
 from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
-from raysvc.rl.prompt_state import Missing, PromptState
+from raysvc.rl.prompt_state import AwaitedPrompt, PromptState
 from raysvc.rl.schema import GroupSpan, Schema, spans_of
 
 REFUSED = ("stale", "superseded")  # verdicts of what is not kept
@@ -81,7 +81,7 @@ class GroupStore:
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
         self.rounds = 0  # how often it was notified
         self._tables = HeldTables(spool, self.changed)
-        restored: Restored = restore(spool, pool, schema, self._tables, self.desk.book)
+        restored: RestoredGroups = restore(spool, pool, schema, self._tables, self.desk.book)
         self._groups: dict[Key, GroupRows] = restored.groups
         self.num_rows = restored.num_rows
         self.forgotten: set[Key] = restored.forgotten
@@ -196,7 +196,7 @@ class GroupStore:
 
     def hand_out(
         self, owner: str, ask: str, count: int, frontier: int, is_first: bool = False
-    ) -> list[HandedOut]:
+    ) -> list[PromptAttempt]:
         """Up to `count` prompts for a producer; [] while there is no capacity, or nothing left.
 
         Args:
@@ -217,7 +217,7 @@ class GroupStore:
             self._expire()
             return {uid: self._state((uid, attempt), frontier) for uid in uids}
 
-    def under_way(self) -> tuple[Missing, ...]:
+    def under_way(self) -> tuple[AwaitedPrompt, ...]:
         """Returns what a step that cannot be formed may be waiting for, the oldest first."""
         with self.changed:
             return under_way(self.pool, self._now_s())
@@ -385,7 +385,7 @@ class GroupStore:
             self._history.wait(ticket)
             if is_new:
                 self._spool.forget(
-                    Forgotten(step, versions, files, self.pool.trained_below(step))
+                    ForgottenGroups(step, versions, files, self.pool.trained_below(step))
                 )  # nothing is forgotten before it is on disk
                 with self.changed:
                     self.pool.forget_below(step)
@@ -467,7 +467,7 @@ class GroupStore:
             piece.chunk.num_groups += 1
         group.closed = span.closed
         complete = group.is_complete(tuple(self.schema.late))
-        ready = Ready(span.key, span.version)
+        ready = ReadyGroup(span.key, span.version)
         self.pool.since.setdefault(span.key[0], self._now_s())
         self.desk.book.put(span.key[0])
         if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):

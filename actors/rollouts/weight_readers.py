@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 Published = tuple[int, list[Any]]
 
 
-class Reading(NamedTuple):
+class WeightRead(NamedTuple):
     """A producer, by its owner, and the file that it is reading."""
 
     owner: str
@@ -34,14 +34,14 @@ class WeightReaders:
     def __init__(self, ttl_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
         self._ttl_s, self._now_s, self._begin_s = ttl_s, now_s, now_s()
         self._lock = threading.Lock()  # guards what follows
-        self._reading: dict[str, Reading] = {}  # by the name of the read
+        self._reading: dict[str, WeightRead] = {}  # by the name of the read
 
     def begin(self, read: str, owner: str, newest: Callable[[], Published | None]) -> Published | None:
         """Returns what is published last, which `owner` reads from now on, if it is a file."""
         with self._lock:
             found = newest()
             if found is not None and isinstance(found[1][0], str):
-                self._reading[read] = Reading(owner, found[1][1])
+                self._reading[read] = WeightRead(owner, found[1][1])
             return found
 
     def end(self, read: str) -> None:

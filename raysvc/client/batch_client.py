@@ -33,7 +33,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit, LookAhead
-from raysvc.client.meter import Given
+from raysvc.client.meter import DeliveredStep
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
@@ -336,11 +336,11 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         facts = (info.weight_versions, *times, info.rollouts)
         return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, *facts)
 
-    def _given(self, step: Step) -> Given:
+    def _given(self, step: Step) -> DeliveredStep:
         infos = [mini.info for mini in step.mini_batches if mini.info is not None]
         metrics = {} if step.rollouts is None else step.rollouts.metrics()
         times = (step.read_s, step.collate_s, 0.0, step.groups_s, step.build_s)
-        return Given(step.index, infos, *times, metrics)
+        return DeliveredStep(step.index, infos, *times, metrics)
 
 
 @overload

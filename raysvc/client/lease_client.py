@@ -27,7 +27,7 @@ from raysvc.client.commits import AT_MOST
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
-from raysvc.client.meter import CommittedSteps, Given, Meter
+from raysvc.client.meter import CommittedSteps, DeliveredStep, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, PromptsEnded, StepOutOfOrder
@@ -72,7 +72,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self.schedule = Schedule.from_json(self.lease.schedule)
         self._connection, self._roles, self._limit = connection, roles, limit
         # by the loop, which appends: what it was given without a wait; (step, time) of a commit: all up to `step` are trained
-        self._noted: collections.deque[Given | tuple[int, float]] = collections.deque()
+        self._noted: collections.deque[DeliveredStep | tuple[int, float]] = collections.deque()
         self._counting = threading.RLock()  # guards what counts them
         self._frontier = self.lease.frontier  # of what was counted
         self._decided = list(self.lease.decided)
@@ -241,7 +241,7 @@ class LeaseClient(ABC, Generic[F, S]):
         """Wait for a step that was asked for."""
 
     @abstractmethod
-    def _given(self, step: S) -> Given:
+    def _given(self, step: S) -> DeliveredStep:
         """Returns what is known of a step that arrived."""
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
@@ -289,7 +289,7 @@ class LeaseClient(ABC, Generic[F, S]):
                 while self._noted:
                     # it stays until it is counted: who sees none need not wait for the lock
                     note = self._noted[0]
-                    if isinstance(note, Given):
+                    if isinstance(note, DeliveredStep):
                         self.meter.given(note)
                         self._count(0.0)
                     else:
@@ -328,7 +328,7 @@ class LeaseClient(ABC, Generic[F, S]):
         return Limit(self._limit.steps if steps is None else steps, self._limit.nbytes)
 
     def _timed(self, fetch: F) -> S:
-        def arrive() -> tuple[S, Given]:
+        def arrive() -> tuple[S, DeliveredStep]:
             step = self._arrive(fetch)
             return step, self._given(step)
 
@@ -336,7 +336,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._record()
         return step
 
-    def _measured(self, wait: Callable[[], tuple[S, Given]]) -> S:
+    def _measured(self, wait: Callable[[], tuple[S, DeliveredStep]]) -> S:
         """A step that the caller waits for, with its wait."""
         begin, given = time.perf_counter(), None
         self._settle()

@@ -31,7 +31,7 @@ NO_METRICS: Mapping[str, float] = {}
 MAX_UNCOMMITTED = 4096  # steps whose shape is kept until they are committed
 
 
-class Given(NamedTuple):
+class DeliveredStep(NamedTuple):
     """Holds what a client knows of a step that it hands out.
 
     Attributes:
@@ -124,7 +124,7 @@ class Meter:
         with self._lock:
             self._since_s = None if overlaps or self.told_by_workers else self.clock()
 
-    def wait_ends(self, waited_s: float, given: Given | None) -> None:
+    def wait_ends(self, waited_s: float, given: DeliveredStep | None) -> None:
         """The caller has its step, or None: it could not be made."""
         with self._lock:
             counted = self._since_s is not None
@@ -137,7 +137,7 @@ class Meter:
                     waits = (given.groups_s, given.build_s)
                     self._blame(StepTimes(given.step, waited_s, *times, "file", *waits))
 
-    def given(self, given: Given) -> None:
+    def given(self, given: DeliveredStep) -> None:
         """The caller has a step that was there when it asked."""
         with self._lock:
             self._keep(0.0, given)
@@ -219,7 +219,7 @@ class Meter:
             self.metrics.record("stall_build_seconds", charged.get("build", 0.0), server=self._server)
             self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
-    def _keep(self, waited_s: float, given: Given) -> None:
+    def _keep(self, waited_s: float, given: DeliveredStep) -> None:
         """Called under `_lock`."""
         while len(self._shapes) >= MAX_UNCOMMITTED:
             self._shapes.pop(min(self._shapes))
@@ -235,7 +235,7 @@ class Meter:
             self.metrics.record("imbalance_ratio", newest.worst, server=self._server)
 
 
-def _shape(given: Given) -> _Shape:
+def _shape(given: DeliveredStep) -> _Shape:
     infos = given.infos
     cells = max(sum(info.num_cells for info in infos), 1)
     padding = sum(info.pad_share * info.num_cells for info in infos) / cells

@@ -23,7 +23,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
-from raysvc.client.meter import Given
+from raysvc.client.meter import DeliveredStep
 from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
 from raysvc.client.steps import RankMicro as RankMicro
 from raysvc.client.steps import RankStep as RankStep
@@ -140,7 +140,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
                     self._taken = index + 1
                 yield step
 
-    def _brought(self, fetch: RankFetch) -> tuple[RankStep, Given]:
+    def _brought(self, fetch: RankFetch) -> tuple[RankStep, DeliveredStep]:
         """In the thread of `ReadAhead`."""
         step = self._arrive(fetch)
         return step, self._given(step)
@@ -153,10 +153,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     def _arrive(self, fetch: RankFetch) -> RankStep:
         return self._reader.arrive(fetch)
 
-    def _given(self, step: RankStep) -> Given:
+    def _given(self, step: RankStep) -> DeliveredStep:
         waits = step.groups_s, step.build_s
         given = (step.index, step.infos, step.read_s, step.collate_s, step.copy_s, *waits)
-        return Given(*given, step.rollout_metrics)
+        return DeliveredStep(*given, step.rollout_metrics)
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._reader.ask_sizes(first, stop)

@@ -27,7 +27,7 @@ class PromptState(NamedTuple):
     weight_version: int | None = None
 
 
-class Missing(NamedTuple):
+class AwaitedPrompt(NamedTuple):
     """A prompt that a step may be waiting for.
 
     Attributes:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BUILT = ("attention_mask", "labels", "position_ids", "segment_ids")  # made by collation, of no put
 
 
-class Admitted(NamedTuple):
+class AdmittedPut(NamedTuple):
     """A put that obeys: its rows, and the late columns that came with it."""
 
     rows: pa.Table
@@ -65,7 +65,7 @@ class Schema:
     types: dict[str, pa.DataType] = field(default_factory=dict)
     late_types: dict[str, pa.DataType] = field(default_factory=dict)
 
-    def admit(self, table: pa.Table) -> Admitted:
+    def admit(self, table: pa.Table) -> AdmittedPut:
         """The put as it is kept.
 
         Raises:
@@ -82,7 +82,7 @@ class Schema:
         rows = rows.select([*FIXED, *known])
         _check_values(rows, [name for name in rows.column_names if name not in ("uid", "attempt", "closed")])
         _check_lengths(rows, rows)
-        return Admitted(rows, self._late_part(table, late) if late else None)
+        return AdmittedPut(rows, self._late_part(table, late) if late else None)
 
     def no_rows(self) -> pa.Table:
         """A table of the columns of a group that is complete, without rows."""
@@ -91,7 +91,7 @@ class Schema:
         types = {**_fixed_types(), **self.types, **self.late_types}
         return pa.schema(list(types.items())).empty_table()
 
-    def fix(self, admitted: Admitted) -> None:
+    def fix(self, admitted: AdmittedPut) -> None:
         """Hold later puts to this one, which is kept.
 
         Raises:

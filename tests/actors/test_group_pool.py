@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.rollouts.group_pool import Pool, Ready
+from raysvc.actors.rollouts.group_pool import Pool, ReadyGroup
 
 ACTS = st.one_of(
     st.tuples(st.just("put"), st.integers(0, 30), st.integers(0, 3)),
@@ -29,7 +29,7 @@ def test_no_group_is_trained_twice_or_too_old_and_capacity_is_never_lost(
     frontier, trained = 0, list[tuple[str, int]]()
     for act, number, age in acts:
         if act == "put":
-            pool.put(Ready((f"u{number}", 0), max(0, pool.version - age)))
+            pool.put(ReadyGroup((f"u{number}", 0), max(0, pool.version - age)))
         elif act == "form":
             ahead = frontier + number
             keys = pool.form(ahead, frontier)
@@ -55,13 +55,13 @@ def test_no_group_is_trained_twice_or_too_old_and_capacity_is_never_lost(
 
 def test_a_group_put_again_is_known_and_only_another_attempt_is_new() -> None:
     pool = Pool(2)
-    assert [pool.put(Ready(("a", n), 0)) for n in (0, 0, 1)] == [True, False, True]
+    assert [pool.put(ReadyGroup(("a", n), 0)) for n in (0, 0, 1)] == [True, False, True]
     assert pool.form(0, 0) == [("a", 0), ("a", 1)]
 
 
 def test_a_step_ahead_waits_for_the_one_before_it() -> None:
     pool = Pool(1)
-    pool.put(Ready(("a", 0), 0))
+    pool.put(ReadyGroup(("a", 0), 0))
     assert pool.form(1, 0) is None
     assert pool.form(0, 0) == [("a", 0)]
 
@@ -69,7 +69,7 @@ def test_a_step_ahead_waits_for_the_one_before_it() -> None:
 def test_a_step_planned_ahead_counts_the_versions_that_come_until_then() -> None:
     pool = Pool(1, max_staleness=1)
     for number in range(3):
-        pool.put(Ready((f"u{number}", 0), 0))
+        pool.put(ReadyGroup((f"u{number}", 0), 0))
     assert pool.form(0, 0) is not None
     assert pool.form(1, 0) is not None
     assert pool.form(2, 0) is None, "by then it would be two versions old"
@@ -83,7 +83,7 @@ def test_reservations_end_at_capacity_and_a_put_a_release_and_a_drop_use_or_retu
     pool = Pool(2, max_staleness=0)
     assert pool.reserve(["a", "b", "c"], 0) == {"a": "granted", "b": "granted", "c": "full"}
     assert pool.reserve(["a", "c"], 0) == {"a": "granted", "c": "full"}
-    pool.put(Ready(("a", 0), 0))
+    pool.put(ReadyGroup(("a", 0), 0))
     assert pool.capacity(0) == 0
     pool.release(["b"])
     pool.drop(["a"])

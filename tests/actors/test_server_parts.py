@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from raysvc.actors.rollouts.group_log import MOST_FORGOTTEN, Forgotten, Spool
+from raysvc.actors.rollouts.group_log import MOST_FORGOTTEN, ForgottenGroups, Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.journal import Journal
@@ -262,10 +262,10 @@ def test_what_was_forgotten_lies_in_few_files_however_often_and_a_death_between_
     spool = Spool(url)
     for step in range(3 * MOST_FORGOTTEN):
         known[f"g{step}", 0] = step
-        spool.forget(Forgotten(step, {(f"g{step}", 0): step}, {f"{step:012d}.arrow": 2}))
+        spool.forget(ForgottenGroups(step, {(f"g{step}", 0): step}, {f"{step:012d}.arrow": 2}))
         assert len(list((tmp_path / "forgotten").iterdir())) <= MOST_FORGOTTEN
         assert Spool(url).forgotten().groups == known
-    whole = Forgotten(step, known, {f"{number:012d}.arrow": 2 for number in range(step + 1)})
+    whole = ForgottenGroups(step, known, {f"{number:012d}.arrow": 2 for number in range(step + 1)})
     assert Spool(url).forgotten() == whole
 
     def killed(*_: object) -> None:
@@ -273,14 +273,14 @@ def test_what_was_forgotten_lies_in_few_files_however_often_and_a_death_between_
 
     def forget_often() -> None:
         for _ in range(MOST_FORGOTTEN):
-            spool.forget(Forgotten(step, {}, {}))
+            spool.forget(ForgottenGroups(step, {}, {}))
 
     with monkeypatch.context() as dying:
         dying.setattr(PosixStore, "delete", killed)
         with pytest.raises(SystemExit):
             forget_often()
     assert Spool(url).forgotten() == whole
-    Spool(url).forget(Forgotten(step, {}, {}))
+    Spool(url).forget(ForgottenGroups(step, {}, {}))
     assert Spool(url).forgotten() == whole
     assert len(list((tmp_path / "forgotten").iterdir())) == 1, "the next call removes what a killed one left"
 

@@ -9,7 +9,7 @@ import pytest
 
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.client import meter as meter_module
-from raysvc.client.meter import RECENT_S, CommittedSteps, Given, Meter
+from raysvc.client.meter import RECENT_S, CommittedSteps, DeliveredStep, Meter
 from raysvc.metrics import BY_NAME
 from raysvc.trackers.stalls import StepTimes
 
@@ -24,7 +24,7 @@ class Clock:
         return self.now_s
 
 
-def given(step: int, tokens: int = 10, read_s: float = 0.0) -> Given:
+def given(step: int, tokens: int = 10, read_s: float = 0.0) -> DeliveredStep:
     info: Any = SimpleNamespace(
         num_cells=20,
         pad_share=0.5,
@@ -32,7 +32,7 @@ def given(step: int, tokens: int = 10, read_s: float = 0.0) -> Given:
         num_truncated=1,
         denominators=SimpleNamespace(tokens=tokens),
     )
-    return Given(step, [info], read_s, 0.0)
+    return DeliveredStep(step, [info], read_s, 0.0)
 
 
 class Records:
@@ -197,7 +197,7 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
     infos = batches((20, 0.5, (6, 4), 1, 10), (60, 0.25, (30, 15), 2, 40))
     meter.wait_begins()
     clock.now_s += 10.0
-    meter.wait_ends(10.0, Given(0, infos, read_s=4.0, collate_s=2.0, copy_s=1.5, groups_s=1.2))
+    meter.wait_ends(10.0, DeliveredStep(0, infos, read_s=4.0, collate_s=2.0, copy_s=1.5, groups_s=1.2))
     clock.now_s += 5.0
     told = meter.committed(0, 1, clock())
     assert told == CommittedSteps(tokens=50, input_tokens=55, padding=0.3125, step_s=15.0, stall_s=10.0)
@@ -271,7 +271,7 @@ def test_one_rank_speaks_for_all_in_metrics_and_all_report() -> None:
 
 def test_a_step_without_mini_batches_is_even_and_has_no_padding() -> None:
     meter, records = recording(Clock())
-    meter.given(Given(0, [], 0.0, 0.0))
+    meter.given(DeliveredStep(0, [], 0.0, 0.0))
     assert meter.committed(0, 1, 101.0)[:3] == (0, 0, 0.0)
     assert (records.values["imbalance_ratio"], records.values["padding_share"]) == ([1.0], [0.0])
 

@@ -93,7 +93,7 @@ def run(page: Path, folder: Path) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
         env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "COLUMNS": "100"}
         env |= {"RAY_TMPDIR": temp, "HOME": temp}  # neither another cluster nor another token
-        env |= {"RAY_memory_monitor_refresh_ms": "0"}  # as in conftest: what other tests hold kills no worker here
+        env |= {"RAY_memory_monitor_refresh_ms": "0"}  # as in conftest: others' memory kills no worker here
         done = subprocess.run(
             ["bash", "-c", script], cwd=folder, env=env, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,

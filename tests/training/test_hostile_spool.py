@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from raysvc.actors.rollouts.group_log import Forgotten, Spool
+from raysvc.actors.rollouts.group_log import ForgottenGroups, Spool
 from raysvc.actors.server.journal import Journal
 from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.posix import PosixStore
@@ -27,7 +27,7 @@ def written(url: str) -> None:
         spool.put(pa.table({"n": list(range(100))}), folder)  # type: ignore[arg-type]
     spool.write_events([{"told": [[0, 1]]}])
     spool.write_step(1, [("a", 0)])
-    spool.forget(Forgotten(1, {("b", 0): 3}, {}))
+    spool.forget(ForgottenGroups(1, {("b", 0): 3}, {}))
     claim.release()
 
 
@@ -80,7 +80,7 @@ def test_records_without_digests_of_an_earlier_version_are_read(tmp_path: Path) 
     assert re.fullmatch(r"\d{12}\.g1\.[0-9a-f]{8}\.arrow", name)
     assert spool.read(name)["n"].to_pylist() == list(range(100))
     assert spool.steps() == steps
-    assert spool.forgotten() == Forgotten(1, {("b", 0): 3}, {})
+    assert spool.forgotten() == ForgottenGroups(1, {("b", 0): 3}, {})
 
 
 def test_every_damage_of_a_journal_is_refused_by_name_and_a_whole_record_before_it_counts(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 KEPT_ASKS = 64  # of a producer; Ray repeats those that were not answered when the server died
 
 
-class HandedOut(NamedTuple):
+class PromptAttempt(NamedTuple):
     """A prompt, the attempt, and the version of the weights that trained when it was handed out."""
 
     uid: str
@@ -45,13 +45,13 @@ class PromptBook:
     max_attempts: int
     stream: str = ""
     next: int = 0
-    out: dict[str, HandedOut] = field(default_factory=dict)
+    out: dict[str, PromptAttempt] = field(default_factory=dict)
     back: dict[str, int] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     asks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
-    def hand_out(self, owner: str, ask: str, prompts: Sequence[HandedOut], following: int) -> None:
+    def hand_out(self, owner: str, ask: str, prompts: Sequence[PromptAttempt], following: int) -> None:
         """These were handed out; `following` is the next position."""
         self.next = following
         mine = self.asks.setdefault(owner, {})
@@ -110,7 +110,7 @@ class PromptBook:
         self.stream = value.get("stream", "")
         self.next, self.back, self.attempts = value["next"], dict(value["back"]), dict(value["attempts"])
         self.lost = dict(value["lost"])
-        self.out = {uid: HandedOut(uid, attempt, version) for uid, attempt, version in value["out"]}
+        self.out = {uid: PromptAttempt(uid, attempt, version) for uid, attempt, version in value["out"]}
         self.asks = {owner: {ask: list(uids) for ask, uids in mine} for owner, mine in value["asks"].items()}
 
 

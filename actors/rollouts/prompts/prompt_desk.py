@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from raysvc.actors.rollouts.group_log import Event
 from raysvc.actors.rollouts.group_pool import Key, Pool
-from raysvc.actors.rollouts.prompts.prompt_book import HandedOut, PromptBook, position_of
+from raysvc.actors.rollouts.prompts.prompt_book import PromptAttempt, PromptBook, position_of
 from raysvc.errors import ConfigError, SourceError
 
 
@@ -111,7 +111,7 @@ class PromptDesk:
 
     def hand_out(
         self, owner: str, ask: str, count: int, frontier: int, is_first: bool, until_s: float, now_s: float
-    ) -> list[HandedOut]:
+    ) -> list[PromptAttempt]:
         """Up to `count` prompts for a producer; see `GroupStore.hand_out`.
 
         Args:
@@ -156,7 +156,7 @@ class PromptDesk:
     ) -> list[str]:
         assert self._rules is not None, "asked of a server of prompts"
         book, pool, source = self.book, self._pool, self._rules.source
-        following, handed = book.next, list[HandedOut]()
+        following, handed = book.next, list[PromptAttempt]()
         again = sorted(book.back.items(), key=lambda each: position_of(each[0]))
         while len(handed) < count and (again or following < source.total):
             is_new = not again
@@ -168,7 +168,7 @@ class PromptDesk:
                 if said[uid] != "granted":
                     break
                 pool.granted[uid] = pool.version
-                handed.append(HandedOut(uid, attempt, pool.version))
+                handed.append(PromptAttempt(uid, attempt, pool.version))
             following += is_new
         if handed or following > book.next:
             book.hand_out(owner, ask, handed, following)
