@@ -77,15 +77,14 @@ MODELS: dict[
 }
 
 
-def line_of(name: str) -> str:
-    """A line of the table."""
+def cells_of(name: str) -> str:
+    """The cells of a model."""
     from transformers import AutoConfig
 
     kind, facts = MODELS[name]
     twin = tiny_twin(AutoConfig.for_model(kind, **facts))
     assert twin is not None, name
-    cells = [cell_of(prove(logits_of(twin), twin, layout)) for layout in LAYOUTS]
-    return f"| {name} | `{kind}` | {' | '.join(cells)} |"
+    return " | ".join(cell_of(prove(logits_of(twin), twin, layout)) for layout in LAYOUTS)
 
 
 def cell_of(proof: Proof) -> str:
@@ -97,12 +96,12 @@ def cell_of(proof: Proof) -> str:
 
 
 def table() -> str:
-    """All lines."""
-    lines = [
-        "| model | `model_type` | " + " | ".join(f"`{one}`" for one in LAYOUTS) + " |",
-        "|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *map(line_of, MODELS)])
+    """A line for all models that have the same cells."""
+    alike: dict[str, list[str]] = {}
+    for name in MODELS:
+        alike.setdefault(cells_of(name), []).append(f"{name} (`{MODELS[name][0]}`)")
+    lines = ["| " + " | ".join(f"`{one}`" for one in LAYOUTS) + " | models |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {cells} | {'; '.join(names)} |" for cells, names in alike.items())])
 
 
 def main() -> int:

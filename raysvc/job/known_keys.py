@@ -125,9 +125,12 @@ def advice_on(key: str) -> str | None:
 
 
 def table() -> str:
-    """The keys as the rows of a Markdown table."""
+    """The keys as the rows of a Markdown table: a row for all that are met with the same advice."""
+    alike: dict[KnownKey, list[str]] = {}
+    for key, one in KNOWN_KEYS.items():
+        alike.setdefault(one, []).append(f"`{key}`")
     lines = [
-        f"| `{key}` | {f'`{one.path}`' if one.path else 'none'} | {one.note} |"
-        for key, one in KNOWN_KEYS.items()
+        f"| {', '.join(keys)} | {f'`{one.path}`' if one.path else 'none'} | {one.note} |"
+        for one, keys in alike.items()
     ]
     return "\n".join(["| theirs | a job's | |", "| --- | --- | --- |", *lines])
