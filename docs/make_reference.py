@@ -9,6 +9,7 @@ import itertools
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -17,10 +18,9 @@ from raysvc.job.config import JobConfig, SourceConfig
 
 INTRO = """# job.yaml
 
-Every key, with its default. Made from the config models by `python docs/make_reference.py`.
-
-The same keys work as keyword arguments of `raysvc.tokenize`, `raysvc.serve` and `raysvc.train`, and as dotted
-overrides of every command (`plan.batch_size=64`). Editors complete and check a job.yaml by [its JSON schema](job.schema.json). An unknown key is an error that names the nearest known one.
+Every key, with its default if it has one; `python docs/make_reference.py` writes this page. The same keys are keyword arguments
+of `raysvc.tokenize`, `serve` and `train`, and dotted overrides of every command (`plan.batch_size=64`). Editors check a job.yaml
+by [its JSON schema](job.schema.json). An unknown key is an error that names the nearest known one.
 """
 
 
@@ -64,13 +64,13 @@ def named_models(annotation: Any) -> bool:
 
 def table(head: str, rows: list[str]) -> str:
     """A headed Markdown table."""
-    return "\n".join([head, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+    return "\n".join([head, "", "| key | type | |", "|---|---|---|", *rows, ""])
 
 
 def line(name: str, field: Any, schema: dict[str, Any]) -> str:
     """One key."""
     kind = kind_of(schema["properties"][name])
-    return f"| `{name}` | {escape(kind)} | {escape(default_of(field))} | {escape(field.description or '')} |"
+    return f"| {key_of(name, field)} | {escape(kind)} | {escape(field.description or '')} |"
 
 
 def kind_of(schema: dict[str, Any]) -> str:
@@ -84,20 +84,20 @@ def kind_of(schema: dict[str, Any]) -> str:
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
     bounds = "".join(f" {sign} {schema[name]:g}" for name, sign in limits.items() if name in schema)
     inner = f" of {kind_of(schema['items'])}" if "items" in schema else ""
-    names = {"array": "list", "object": "mapping", "string": "text", "boolean": "true or false"}
+    names = {"array": "list", "object": "mapping", "string": "text", "boolean": "bool"}
     kind = schema.get("type", "any")
     return f"{names.get(kind, kind)}{inner}{bounds}"
 
 
-def default_of(field: Any) -> str:
-    """The default as YAML would say it."""
-    if isinstance(field.default, BaseModel):
-        return "see below"
-    if field.default is PydanticUndefined:
-        return "**needed**" if field.default_factory is None else f"`{field.default_factory()!r}`"
-    return (
-        f"`{field.default!r}`" if not isinstance(field.default, bool) else f"`{str(field.default).lower()}`"
-    )
+def key_of(name: str, field: Any) -> str:
+    """The key with its default, as YAML says them."""
+    default = field.default if field.default_factory is None else field.default_factory()
+    if default is PydanticUndefined:
+        return f"`{name}` **needed**"
+    if default is None or default in ((), {}) or isinstance(default, BaseModel):
+        return f"`{name}`"
+    value = list(default) if isinstance(default, tuple) else default
+    return f"`{name}: {yaml.safe_dump(value, default_flow_style=True, width=1000).splitlines()[0]}`"
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
