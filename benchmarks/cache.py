@@ -15,6 +15,8 @@ Every number comes from a process of its own that does one thing. Columns:
 
 The server is moto, or the one in RAYSVC_TEST_S3 (CONTRIBUTING.md). mosaicml-streaming is installed beside this project's
 packages, in `.bench/cache`; it is left out above 100,000 rows with `--quick`.
+
+Figures (11-21): an entry comes from S3 at 1.20 times the speed of `pyarrow.fs`, which checks nothing (aim 0.8).
 """
 
 from __future__ import annotations

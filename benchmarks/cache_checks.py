@@ -4,6 +4,8 @@
 
 The same scan of one entry with the comparison and with it taken out, in turn, a process each. *cold*: the kernel was told to forget
 the files; *warm*: they were read just before. Read the best: all else on the machine adds to the others.
+
+Figures (11-21): the first scan takes 1.04 times one without checksums (aim 1.05).
 """
 
 from __future__ import annotations

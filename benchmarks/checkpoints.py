@@ -4,6 +4,9 @@
 
 One rank, a model of 110 M weights with the state of AdamW, 1.4 GB. Files lie in memory: the worst case for digests, which are made
 while bytes are copied from there. Loads are in seconds of the processor, saves in seconds.
+
+Figures (11-25): saving 1.4 GB takes 0.57 s of a core, `torch.distributed.checkpoint` 0.90. Digests take 0.07 s for a gigabyte: 1.24
+times a load from memory without them (aim 1.05, missed), 5 % of a load from a disk of 0.7 GB/s.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 Every slice is two rows of a file that is made here, and is read, tokenized and written like any other. A local Ray of two
 CPUs is started for each number. Memory is the largest resident set that was seen, once a second; of the driver the
 kernel's own high-water mark.
+
+Figures (11-27): 20,000 slices on two busy cores take 541 s (231 on 11-25), driver 361 MB and builder 306; 5,000 take 56 s, 268 and 256 MB;
+500 take 24 s, 190 and 237 MB. The driver grows by 9 kB a slice.
 """
 
 from __future__ import annotations

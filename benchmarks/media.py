@@ -5,6 +5,9 @@
 Rows have one to three JPEGs of 224 x 168 to 560 x 420 pixels and 20 tokens of text; the processor is that of Qwen2-VL on Pillow and numpy. A
 driver of two ranks takes steps and opens none. The ceiling is what plain processes give that make the same shards at the same time, without Ray, a server or a store. The first part builds such rows from JSON lines and files in one process, and the same rows without images. The last part runs two Ray nodes on this machine: the server and the driver are on one, a reader of all shards on the
 other, and Ray says which shards lie on more than one node.
+
+Figures (11-23): rows with two JPEGs each are built at 992 rows/s, since each image is hashed and synced. Two collators give 1.84 times the
+rows of one, and plain processes without Ray 1.84 too (`--part ceiling`).
 """
 
 from __future__ import annotations

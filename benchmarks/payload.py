@@ -4,6 +4,8 @@
 
 The floor is `numpy.copyto` of the same bytes between memory that is there already; fresh memory is timed beside it,
 because a first touch costs more than a copy. Times are CPU seconds of one core, the best of three.
+
+Figures (11-22): 1 GB of per-token columns is read and collated at 0.68 of the speed of memcpy (aim 0.5).
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ producers reach with the same arguments and an actor that does nothing, as fast 
 - small: groups of two sequences of 64 tokens, so many a put, so many puts of a producer under way;
 - payload: puts of several MB;
 - slow store: every write takes 3 s; control calls and commits while puts wait for it, and before that (idle).
+
+Figures: small groups are put durably at 11,060/s (aim 5,000; 11-21). An acknowledgment takes 24 ms (p99, four in flight; aim 20), of which
+Ray's call is 10. Control calls stay at 3.0 to 4.3 ms while the store takes 3 s for a write.
 """
 
 from __future__ import annotations

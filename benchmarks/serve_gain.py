@@ -8,6 +8,8 @@ the steps. Workloads:
 - `long packed`: 512 rows of about 1500 tokens, packed, from the local disk;
 - `slow store`: 256 rows of about 1500 tokens, packed, from S3 (moto) at 25 MB/s a connection, each row read once;
 - `making is slower`: `long packed` with a fifth of that compute: look-ahead cannot make steps faster than the server does.
+
+Figures: 1.57 to 1.96 times the steps where making a step takes as long as computing it, nothing where there is nothing to hide (11-23).
 """
 
 from __future__ import annotations

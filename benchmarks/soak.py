@@ -4,6 +4,11 @@
 
 Four things grow in a long life, one after another: steps are fetched two ahead, opened, committed and let go; trainers attach and detach;
 servers start and stop; groups are put, trained and forgotten. Figures are taken ten times in each, of this process and all below it.
+
+Figures (11-25): over 5,000 steps client and server grow by some 2 MB and the GCS by 0.5; over 600 attaches the server grows by 8 MB, 0.7 of
+it in the second half; a group of rollouts that was forgotten costs 250 bytes, its name, for as long as the server runs
+(`tests/actors/test_long_life.py`). What 20 servers leave behind is Ray's: the GCS remembers actors that have ended
+(`RAY_maximum_gcs_destroyed_actor_cached_count`), and the log monitor keeps at most 200 files open.
 """
 
 from __future__ import annotations

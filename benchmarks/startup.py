@@ -5,6 +5,9 @@
 Each run is `raysvc train` in a fresh process, on rows that were tokenized before; the clock starts before the process
 does, and stops when it is gone. In the same run, processes of their own measure what cannot be saved: Ray's own start, and
 one import of torch. A timeline shows the run of median length.
+
+Figures: `raysvc show` takes 0.83 to 0.95 s, `plan` 0.85 to 0.98, `cache ls` 0.14, `--help` 0.07; the first step comes 5.7 to 6.3 s after the
+start of a command, of which Ray's own start is 2.8 to 3.7. On a slow day all of these were 1.4 to 1.6 times as long.
 """
 
 from __future__ import annotations

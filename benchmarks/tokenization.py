@@ -13,6 +13,9 @@ Contenders, each in fresh processes pinned to their cores:
 
 The best pass counts; the first one, of a cold process, is shown beside it, and rows per second of CPU time, which other
 work on the machine disturbs less. Two cores are two processes with half of the rows each. The last line of stdout is JSON.
+
+Figures: SGD with tools on two cores, 1.9 times one core (aim 1.8; 11-22). A build of 250 MB of SGD rows through Ray Data takes 16.3 s
+on one core and 10.0 on two.
 """
 
 from __future__ import annotations

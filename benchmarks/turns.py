@@ -6,6 +6,8 @@
   ranks with `rows: keep` and with `rows: merge`;
 - samples: 64 prompts of eight answers that nobody continues: the same step with and without looking.
 Times are of the first time that a step is made, the least of three.
+
+Figures (11-27): 4.5 M tokens of tau-bench become 0.44 M, 10.2 times less than a row per turn; 94 k tokens a ms are searched.
 """
 
 from __future__ import annotations
