@@ -78,8 +78,10 @@ class Spool:
         """Say from which number on this owner writes, before it reads; who has no claim only reads."""
         if self._claim is None:
             return
-        owner, older = self._claim.take(), self._store.list("begins")
-        self._begins = self._read_begins()
+        self._claim.take()
+        older, self._begins = self._store.list("begins"), self._read_begins()
+        # where `owners` was removed, numbers begin again
+        owner = self._claim.rise_above(max(self._begins, default=0))
         number, mine = self._next_number(), f"{owner:012d}.json"
         self._begins = {**_telling(self._begins, number), owner: number}
         self._store.create(

@@ -199,6 +199,25 @@ def test_a_folder_that_is_moved_or_deleted_under_its_owner_is_noticed(tmp_path: 
     mine.claim.release()
 
 
+def test_an_owner_whose_record_is_removed_learns_it_and_does_not_write_beside_another(tmp_path: Path) -> None:
+    def owner(name: str) -> OwnedStore:
+        return OwnedStore(
+            open_store(str(tmp_path)), Claim(open_store(str(tmp_path)), Owner("server", name, place=name))
+        )
+
+    mine, other = owner("a"), owner("b")
+    mine.write("x", b"")
+    (tmp_path / "owners" / f"{1:012d}.json").unlink()
+    other.write("y", b"")
+    with pytest.raises(FolderLost, match="moved or deleted"):
+        mine.write("z", b"")
+    assert not (tmp_path / "z").exists()
+    assert other.claim.rise_above(0) == 1
+    assert other.claim.rise_above(7) == 8, "an earlier owner was the seventh"
+    other.write("w", b"")
+    other.claim.release()
+
+
 HOLDER = """
 import sys, time
 from raysvc.cache.store.claim import Claim, Owner

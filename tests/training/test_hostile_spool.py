@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -81,6 +82,22 @@ def test_records_without_digests_of_an_earlier_version_are_read(tmp_path: Path) 
     assert spool.read(name)["n"].to_pylist() == list(range(100))
     assert spool.steps() == steps
     assert spool.forgotten() == ForgottenGroups(1, {("b", 0): 3}, {})
+
+
+def test_what_is_put_after_the_owners_of_a_folder_were_removed_counts(tmp_path: Path) -> None:
+    """Else their numbers begin again below those of `begins`, and records would seem to come from an owner that was replaced."""
+    url = str(tmp_path / "spool")
+    for life in range(5):
+        if life == 3:
+            shutil.rmtree(tmp_path / "spool" / "owners")
+        claim = Claim(PosixStore(url), Owner("server", "s"))
+        spool = Spool(url, {}, claim)
+        spool.begin()
+        assert len(spool.names()) == life
+        spool.put(pa.table({"n": [life]}))
+        assert len(spool.names()) == life + 1
+        claim.release()
+    assert claim._number == 5
 
 
 def test_every_damage_of_a_journal_is_refused_by_name_and_a_whole_record_before_it_counts(

@@ -189,6 +189,22 @@ class Claim:
                 self._end = threading.Event()
         self.take()
 
+    def rise_above(self, number: int) -> int:
+        """Own the folder under a higher number than an earlier owner had, whose record is gone; returns this owner's number.
+
+        Raises:
+            FolderLost: somebody else owns it now.
+        """
+        self.check()
+        with self._lock:
+            assert self._number is not None, "it was taken"
+            if self._number <= number:
+                before, self._number = self._sign_name(), number + 1
+                if not self._create(self._number):
+                    self._lost = FolderLost(self._store.url, "another process took it", str(self.owner))
+                self._store.delete(before)
+        return self.take()
+
     def release(self) -> None:
         """Give the folder back: the next one need not wait."""
         with self._lock:
@@ -205,13 +221,18 @@ class Claim:
             signs = _Signs(self._store.list(FOLDER))
             self._await_end_of(signs)
             number = signs.newest + 1
-            record = sealed({**asdict(self.owner), "nonce": self._nonce})
-            sign = f"{FOLDER}/{number:012d}.{self._nonce}.{0:012d}"
-            self._store.write(sign, b"")
-            if self._store.create(f"{FOLDER}/{number:012d}.json", record):
-                self._forget(signs)
+            if self._create(number):
+                self._forget(signs, number)
                 return number
+
+    def _create(self, number: int) -> bool:
+        """Leave a sign and the record of a number; False, and no sign: somebody else has it."""
+        record, sign = sealed({**asdict(self.owner), "nonce": self._nonce}), self._sign_name(number)
+        self._store.write(sign, b"")
+        made = self._store.create(f"{FOLDER}/{number:012d}.json", record)
+        if not made:
             self._store.delete(sign)
+        return made
 
     def _await_end_of(self, signs: _Signs) -> None:
         """Return when the owner with the newest record is gone for good, or another one came.
@@ -277,13 +298,14 @@ class Claim:
         self._store.write(self._sign_name(), b"")
         self._store.delete(before)
 
-    def _sign_name(self) -> str:
-        return f"{FOLDER}/{self._number:012d}.{self._nonce}.{self._beats:012d}"
+    def _sign_name(self, number: int | None = None) -> str:
+        number = self._number if number is None else number
+        return f"{FOLDER}/{number:012d}.{self._nonce}.{self._beats:012d}"
 
-    def _forget(self, signs: _Signs) -> None:
-        """Remove what earlier owners left, but the record of the last one."""
+    def _forget(self, signs: _Signs, mine: int) -> None:
+        """Remove what earlier owners left, but the record of the last one; one whose record is gone may have had the number of mine."""
         for name in signs.names:
-            if name != f"{signs.newest:012d}.json" and int(name.split(".")[0]) <= signs.newest:
+            if name != f"{signs.newest:012d}.json" and int(name.split(".")[0]) <= mine:
                 with contextlib.suppress(StoreError, OSError):
                     self._store.delete(f"{FOLDER}/{name}")
 
