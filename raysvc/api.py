@@ -99,12 +99,16 @@ def enrich(
     Raises:
         UserMistake: what `tokenize` raises, or a model that cannot score the rows.
     """
+    from raysvc.builds.find_or_build import find_or_build
+    from raysvc.scoring.before_rows import check_before_rows
     from raysvc.scoring.job_columns import refuse_followed, with_columns
 
     job = load_job(config, **overrides)
     what = "raysvc enrich computes columns of all rows"
     refuse_followed(job, what, "run raysvc train or raysvc serve with trainer.device: cpu")
-    return with_columns(job, tokenize(job, address=address, progress=progress), address, progress)
+    before = partial(check_before_rows, address=address, progress=progress)
+    entry = find_or_build(job, address, progress, before=before)
+    return with_columns(job, entry, address, progress)
 
 
 def serve(
@@ -155,6 +159,7 @@ def entry_or_build(
     """
     from raysvc.builds.build_beside import find_or_begin, known_at_the_end
     from raysvc.evals.eval_entries import check_evals
+    from raysvc.scoring.before_rows import check_before_rows
     from raysvc.scoring.columns_beside import ColumnsBeside, columns_wait
     from raysvc.scoring.job_columns import refuse_followed, wanted_of, with_columns
 
@@ -163,7 +168,8 @@ def entry_or_build(
     made = with_them if any(wanted for _, wanted in wanted_of(job).values()) else None
     if waits := known_at_the_end(job) or columns_wait(job):
         refuse_followed(job, waits, "give trainer.device: cpu, or leave the columns out")
-    entry, build = find_or_begin(job, columns_wait(job), address, progress, made)
+    before = partial(check_before_rows, address=address, progress=progress)
+    entry, build = find_or_begin(job, columns_wait(job), address, progress, made, before)
     return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
 
 

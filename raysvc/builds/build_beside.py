@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from raysvc.builds.build import Build
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.find_or_build import as_one, begin, build, join, run
+from raysvc.builds.find_or_build import as_one, begin, build, join, nothing, run
 from raysvc.builds.job_plan import plan_of
 from raysvc.builds.lookup import Lookup, look
 from raysvc.builds.mixed_job import jobs_of
@@ -38,6 +38,7 @@ from raysvc.plan.sliced.window_order import is_windowed
 from raysvc.progress import Progress, Tick
 
 if TYPE_CHECKING:
+    from raysvc.builds.find_or_build import Before
     from raysvc.builds.places import Place
     from raysvc.job.config import PoolConfig
 
@@ -52,12 +53,14 @@ def find_or_begin(
     address: str | None,
     progress: Progress,
     made: Callable[[JobConfig, Sequence[Lookup]], BuildBeside] | None = None,
+    before: Before = nothing,
 ) -> tuple[CacheEntry, BuildBeside | None]:
     """The entries of a job; where one of them is to grow while it is read, also its build, which nobody has started.
 
     Args:
         columns_wait: why columns that a model computes are computed of finished rows; "" where they are not.
         made: makes the build; None: `BuildBeside`.
+        before: is called before an entry is built that is not to grow, as `raysvc.builds.find_or_build.build` says.
 
     Raises:
         UserMistake: as `raysvc.builds.find_or_build.find_or_build`.
@@ -74,7 +77,7 @@ def find_or_begin(
                 what = f"source {name!r}" if name else "the source"
                 why = at_the_end or "it has no window"
                 log.warning("the first step waits until all of %s is tokenized: %s", what, why)
-            one = replace(one, entry=build(one, address, progress))
+            one = replace(one, entry=build(one, address, progress, before=before))
         found.append(one)
     entries = [one.entry for one in found if one.entry is not None]
     if len(entries) == len(found):

@@ -28,18 +28,26 @@ if TYPE_CHECKING:
     from raysvc.builds.places import Check, Place
     from raysvc.cache.manifest import Receipt
 
+    Before = Callable[[Lookup, bool], None]
+
+
+def nothing(found: Lookup, large: bool) -> None:
+    """Ask nothing before an entry is built."""
+
 
 def find_or_build(
     job: JobConfig,
     address: str | None,
     progress: Progress,
     large: Callable[[str | None], Place] = in_cluster,
+    before: Before = nothing,
 ) -> CacheEntry:
     """The entries of a job, built where they are not there.
 
     Args:
         address: of the cluster that builds what is large.
         large: the place at that address.
+        before: is called before an entry is built, see `build`.
 
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
@@ -48,7 +56,7 @@ def find_or_build(
     join(job, address)
     for name, each in jobs_of(job).items():
         found.append(look(each, default_root(each.cache.root), name))
-        entries.append(found[-1].entry or build(found[-1], address, progress, large))
+        entries.append(found[-1].entry or build(found[-1], address, progress, large, before))
     return as_one(job, found, entries)
 
 
@@ -97,14 +105,21 @@ def build(
     address: str | None,
     progress: Progress,
     large: Callable[[str | None], Place] = in_cluster,
+    before: Before = nothing,
 ) -> Entry:
-    """Make the entry that was not found, in this process where it is small."""
+    """Make the entry that was not found, in this process where it is small.
+
+    Args:
+        before: is told the lookup, and whether the rows are too many for this process; what it raises ends that.
+    """
     one = begin(found, progress, until_now=True)
     with one.hold:
         one.start()
+        is_large = not (one.streams or one.fits_one_process(one.left))
+        before(found, is_large)
         if one.streams:
             return run([one], from_dataset)[0]
-        if not one.fits_one_process(one.left):
+        if is_large:
             return run([one], large(address))[0]
         from raysvc.pipelines.local_build import only_builder_here
 

@@ -73,12 +73,13 @@ def ready_to_tokenize(
 
 
 def ready_to_enrich(
-    job: JobConfig, root: str, models: Sequence[Any], pool: WorkerPool, say: Callable[[str], None]
+    job: JobConfig, root: str, where: str, models: Sequence[Any], pool: WorkerPool, say: Callable[[str], None]
 ) -> RoomWatch:
     """Nodes of workers that run a model.
 
     Args:
         root: of the entry.
+        where: the key that asks for the workers.
         models: with `name` and `revision`.
         pool: the workers.
         say: is told what is waited for.
@@ -90,7 +91,7 @@ def ready_to_enrich(
     places = [_folder("cache.root", root, job), *(_model("enrich", one.name, one.revision) for one in models)]
     may_grow = job.trainer.wait_for_nodes
     opened = [place for place in places if place is not None]
-    return ready_for("workers", opened, pool.needs(), pool.label_selector, may_grow=may_grow, say=say)
+    return ready_for(where, opened, pool.needs(), pool.label_selector, may_grow=may_grow, say=say)
 
 
 def ready_to_serve(job: JobConfig) -> None:

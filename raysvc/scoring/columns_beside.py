@@ -30,7 +30,14 @@ from raysvc.cache.growing.coming import AddedSpec
 from raysvc.cache.use_marker import share
 from raysvc.cache.writer import EntryWriter
 from raysvc.pipelines.row_slices import RowSlice
-from raysvc.scoring.enrich_plan import EnrichPlan, check_longest, check_models, plan_columns, vocab_size_of
+from raysvc.scoring.enrich_plan import (
+    EnrichPlan,
+    check_longest,
+    check_models,
+    kept_tokenizer,
+    plan_columns,
+    vocab_size_of,
+)
 from raysvc.scoring.find_or_enrich import EnrichBuild, find_or_enrich
 from raysvc.scoring.job_columns import wanted_of
 from raysvc.scoring.wanted import check_rows
@@ -151,7 +158,7 @@ class ColumnsBeside(BuildBeside):
         """
         for each in wanted:
             plan = plan_columns(job, each, recipe, vocab_size_of(base), base.store)
-            check_models(plan, base)
+            check_models(plan, vocab_size_of(base), kept_tokenizer(base))
             check_longest(plan, int(recipe.get("max_length") or 0))
             layer = _Layer(job, base, plan)
             self._layers.append((number, layer))

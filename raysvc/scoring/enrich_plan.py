@@ -109,17 +109,19 @@ def rows_with_media(wanted: WantedColumns, which: str) -> ConfigError:
     return ConfigError(f"enrich.{wanted.kind}", what, remedy)
 
 
-def check_models(plan: EnrichPlan, base: Entry) -> None:
+def check_models(plan: EnrichPlan, vocab_size: int, kept: bytes | None) -> None:
     """Refuse what would compute numbers of other tokens, or none.
+
+    Args:
+        vocab_size: of the tokenizer of the rows.
+        kept: its `tokenizer.json`; None where nobody has it.
 
     Raises:
         ConfigError: a model has another tokenizer, or too few entries.
     """
-    vocab_size = vocab_size_of(base)
     if plan.wanted.top_k > vocab_size:
         what = f"{plan.wanted.top_k} is above the {vocab_size} entries of the tokenizer"
         raise ConfigError("enrich.teacher.top_k", what, "give fewer")
-    kept = _kept_tokenizer(base)
     for value, name in plan.wanted.models.items():
         where, model = f"{key_of(plan.wanted, value)}: {name}", plan.models[name]
         if model.vocab_size < vocab_size and (kept is None or model.tokenizer is None):
@@ -161,7 +163,7 @@ def _compare(where: str, kept: bytes, other: bytes) -> None:
         raise ConfigError(where, what, "give a model of the same tokenizer")
 
 
-def _kept_tokenizer(base: Entry) -> bytes | None:
+def kept_tokenizer(base: Entry) -> bytes | None:
     """`tokenizer.json` of the rows, as it lies beside them."""
     try:
         return base.store.read(f"{base.folders[-1]}/{names.TOKENIZER}")

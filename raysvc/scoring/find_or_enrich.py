@@ -31,10 +31,12 @@ from raysvc.media.medium import PATCHES
 from raysvc.metrics import record
 from raysvc.pipelines.row_slices import RowSlice, row_slices
 from raysvc.progress import Progress, Tick, silent
+from raysvc.scoring.before_rows import join_pool
 from raysvc.scoring.enrich_plan import (
     EnrichPlan,
     check_longest,
     check_models,
+    kept_tokenizer,
     plan_columns,
     refuse_media,
     rows_with_media,
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.job.config import JobConfig, PoolConfig
     from raysvc.pipelines.enrich import ColumnComputer, EnrichTask
-    from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.scoring.wanted import WantedColumns
 
     Left = Sequence[tuple[int, RowSlice]]
@@ -74,7 +75,7 @@ def find_or_enrich(
         return entry, True, HIT
     record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else why_not_there(base, plan)[0]
-    check_models(plan, base)
+    check_models(plan, vocab_size_of(base), kept_tokenizer(base))
     check_longest(plan, int(base.lengths().max(initial=0)))
     with Hold(base.store, base.folder, this_process()):
         _check_values(wanted, base)
@@ -266,33 +267,14 @@ class EnrichBuild:
     def _in_cluster(
         self, address: str | None, _: Any, left: Left, check: Check
     ) -> Iterator[tuple[int, Receipt]]:
-        from raysvc.cluster import connect
-        from raysvc.nodes.job_nodes import ready_to_enrich
         from raysvc.pipelines.enrich import receipts_of
         from raysvc.pipelines.shared_build import SharedTask, shared_receipts
 
-        self._meter.waiting("starting Ray")
-        connect(address)
-        self._meter.waiting("starting workers")
-        device, pool = self._pool()
-        task = self._task(device)
-        models = list(self.plan.models.values())
-        watch = ready_to_enrich(self.job, self.writer.store.url, models, pool, self._meter.waiting)
+        pool = join_pool(self.job, self.writer.store.url, self.plan, address, self._meter.waiting)
+        task = self._task(pool.device)
         pieces = [piece for _, piece in left]
-        work = SharedTask(task.writer.uri, len(left), partial(receipts_of, task, pieces, pool))
-        return shared_receipts(work, watch.check)
-
-    def _pool(self) -> tuple[str, WorkerPool]:
-        """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""
-        from raysvc.actors.placement import pick_device
-        from raysvc.pipelines.slice_graph import WorkerPool
-
-        trainer = self.job.trainer
-        gpus = 1.0 if trainer.gpus_per_worker is None else trainer.gpus_per_worker
-        device = pick_device(trainer.device, trainer.dp_size, trainer.gpus_per_worker)
-        if device == "cpu":
-            return device, WorkerPool.of(self.job.workers)
-        return device, WorkerPool(1, trainer.dp_size, trainer.cpus_per_worker, gpus)
+        work = SharedTask(task.writer.uri, len(left), partial(receipts_of, task, pieces, pool.workers))
+        return shared_receipts(work, pool.watch.check)
 
     def _task(self, device: str) -> EnrichTask:
         from raysvc.actors.worker.score import RowScorer, ScoreSpec

@@ -18,6 +18,7 @@ from raysvc.actors import launch
 from raysvc.actors.dispatch import worker_places
 from raysvc.errors import ConfigError
 
+COLUMNS = {"enrich": {"ref_logprobs": {}}, "trainer": {"device": "cuda"}}
 LARGE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "server": (raysvc.serve, {"server": {"num_cpus": 16}}, r"server.num_cpus: needs 16 CPU, the cluster has 4"),
     "node": (
@@ -27,6 +28,14 @@ LARGE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     ),
     "ranks": (raysvc.train, {"trainer": {"dp_size": 16}}, r"trainer and the server: needs 8.5 CPU, the cluster has 4"),
     "GPUs": (raysvc.train, {"trainer": {"device": "cuda"}}, r"trainer and the server: needs 1 GPU, the cluster has 0"),
+    "columns": (raysvc.enrich, COLUMNS, r"trainer.device: needs 1 GPU, the cluster has 0"),
+    "served columns": (raysvc.serve, COLUMNS, r"trainer.device: needs 1 GPU, the cluster has 0"),
+    "columns of a windowed job": (
+        raysvc.serve,
+        {**COLUMNS, "plan": {"batch_size": 4, "shuffle": "window"}},
+        r"trainer.device: needs 1 GPU, the cluster has 0",
+    ),
+    "a model": (raysvc.enrich, {"enrich": {"teacher": {"model": "/none"}}}, r"there is no folder /none"),
 }  # fmt: skip
 
 
@@ -45,7 +54,21 @@ def test_what_no_node_can_hold_is_refused_before_a_row_is_tokenized(
     job["trainer"] = {"run_dir": str(tmp_path / "run"), **sections.get("trainer", {})}
     with pytest.raises(ConfigError, match=text):
         call(job)
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_columns_that_are_there_need_no_cluster(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {
+        "source": {"path": sample["rows"]},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(tmp_path / "cache")},
+        "enrich": {"ref_logprobs": {}},
+    }
+    computed = raysvc.enrich(job, trainer={"device": "cpu"})
+    monkeypatch.setattr("raysvc.cluster.connect", lambda *_, **__: pytest.fail("a hit joined a cluster"))
+    assert raysvc.enrich(job, trainer={"device": "cuda"}).uri == computed.uri
 
 
 def test_a_wait_names_again_what_the_cluster_lacks(
@@ -56,9 +79,10 @@ def test_a_wait_names_again_what_the_cluster_lacks(
     monkeypatch.setattr(worker_places, "REPORT_EVERY_S", 0.1)
     waiting = ray.remote(num_cpus=16)(lambda: None).remote()
     with pytest.raises(TimeoutError):
-        launch.wait_for(waiting, "it", 0.25, lacks=lambda: "needs 16 CPU")
+        launch.wait_for(waiting, "it", 2.0, lacks=lambda: "needs 16 CPU")
     ray.cancel(waiting)
-    assert [message.endswith("s: needs 16 CPU") for message in caplog.messages] == [True, True]
+    assert len(caplog.messages) > 1
+    assert all(message.endswith("s: needs 16 CPU") for message in caplog.messages)
 
     caplog.clear()
     reserved = placement_group([{"CPU": 9.0}])
