@@ -14,8 +14,7 @@
 
 Always true:
 - a checkpoint without `state.json` does not exist for a reader; one whose `state.json` is not what was written is refused by name;
-- after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
-  run had never stopped;
+- after a resume the logs hold what they held when its checkpoint was made, to the byte, so they end up as if the run had never stopped;
 - a checkpoint is removed only when enough newer ones are complete, and none that stays names it as the best;
 - one process at a time trains in a folder, on whatever machine; one that slept while another took its place publishes, prunes and exports
   nothing there; nor does one whose folder was moved.
@@ -28,7 +27,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +39,13 @@ from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.posix import PosixStore
 from raysvc.errors import CheckpointDamaged, CheckpointTooOld, FolderLost, StateMismatch
 from raysvc.evals.eval_decisions import EvalDecisions, best_of_state
-from raysvc.training.step_log import lines_of
+from raysvc.training.step_log import Extent, lines_of
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
 
 STATE = "state.json"
+LOGS = "logs"  # in it: file -> the extent that it had
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,19 @@ class Checkpoint:
     folder: Path
     step: int
     state: dict[str, Any]
+
+    @property
+    def extents(self) -> dict[str, Extent]:
+        """Returns how much of each log it counts on.
+
+        Raises:
+            StateMismatch: an earlier version made it.
+        """
+        if LOGS not in self.state:
+            what = "was made by an earlier raysvc, which kept no digests of the logs"
+            remedy = "export its model with the raysvc that made it and train on from that, or give trainer.resume=false"
+            raise StateMismatch(str(self.folder), what, remedy)
+        return {name: Extent(*said) for name, said in self.state[LOGS].items()}
 
 
 class RunFolder:
@@ -241,7 +254,15 @@ class RunFolder:
             raise StateMismatch(str(path), "is not the JSON that was written", remedy) from None
 
     def lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The whole lines of a log."""
+        """The whole lines of a log.
+
+        Raises:
+            StateMismatch: one is damaged, or they are not those that the newest checkpoint counts on.
+        """
+        with suppress(CheckpointDamaged, CheckpointTooOld):
+            newest = self.newest()
+            if newest is not None and path.name in newest.state.get(LOGS, {}):
+                return lines_of(path, newest.extents[path.name])
         return lines_of(path)
 
     def _folders(self) -> list[Path]:

@@ -9,21 +9,21 @@ Always true:
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.collate.loss_weights import mean_count
-from raysvc.errors import ConfigError, StateMismatch
+from raysvc.errors import ConfigError
 from raysvc.evals.eval_decisions import NOTHING_DECIDED, EvalDecisions
 from raysvc.progress import Progress, Tick
 from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
 from raysvc.trackers.stalls import StallBook, StepTimes
 from raysvc.training.loss_shares import LossShares, Shares
-from raysvc.training.run_folder import RunFolder
-from raysvc.training.step_log import StepLog
+from raysvc.training.run_folder import LOGS, Checkpoint, RunFolder
+from raysvc.training.step_log import NOTHING, StepLog
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
@@ -40,7 +40,7 @@ class RunLog:
 
     Args:
         folder: of the run.
-        start: first step that this process trains.
+        checkpoint: where it goes on; None at the first step.
         stop: the step after the last one.
         progress: told of each step.
         reporter: told of each step, eval and checkpoint.
@@ -48,12 +48,15 @@ class RunLog:
         shares: of a step's loss.
         mean: which one the loss of a mini-batch is.
         unit: what two rows are one of, as `pairs`; "": each row counts for itself.
+
+    Raises:
+        StateMismatch: a log is not what it was when the checkpoint was made.
     """
 
     def __init__(
         self,
         folder: RunFolder,
-        start: int,
+        checkpoint: Checkpoint | None,
         stop: int,
         progress: Progress,
         reporter: Reporter,
@@ -67,12 +70,23 @@ class RunLog:
         self._mean: Reduction = mean
         self._unit = unit
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
-        self._rows = StepLog(folder.rows, start, every_step=True)
-        self._metrics = StepLog(folder.metrics, start, every_step=True)
-        refuse_rows_that_differ(folder)
-        self._evals = StepLog(folder.evals, start)
+        kept = {} if checkpoint is None else checkpoint.extents
+        paths = (folder.rows, folder.metrics, folder.evals, folder.served)
+        self._logs = {path.name: StepLog(path, kept.get(path.name, NOTHING)) for path in paths}
+        self._rows, self._metrics, self._evals, self._served = self._logs.values()
         self.tokens = 0  # trained by this process
-        self._seen = sum(line.get("input_tokens", 0) for line in folder.lines(folder.metrics))
+        self._seen: int = 0 if checkpoint is None else checkpoint.state["input_tokens"]
+
+    def served(self, line: Mapping[str, Any]) -> None:
+        """Write down how the steps from here on are made."""
+        self._served.append(line)
+        self._served.sync()
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint says of the logs, after making all lines survive a power cut."""
+        for log in self._logs.values():
+            log.sync()
+        return {LOGS: {name: log.extent for name, log in self._logs.items()}, "input_tokens": self._seen}
 
     def step(self, step: Step, results: list[list[MiniResult]], step_s: float, times: StepTimes) -> None:
         """Write down a trained step; results[dp rank][optimizer step of it].
@@ -140,14 +154,9 @@ class RunLog:
         self._folder.check_owner()
         self._reporter.on_checkpoint(steps, str(folder))
 
-    def sync(self) -> None:
-        """Make all lines survive a power cut."""
-        for log in (self._rows, self._metrics, self._evals):
-            log.sync()
-
     def close(self) -> None:
         """Close the files."""
-        for log in (self._rows, self._metrics, self._evals):
+        for log in self._logs.values():
             log.close()
 
     def _report(
@@ -182,20 +191,6 @@ class RunLog:
 def _mean(losses: Sequence[float], counts: Sequence[int]) -> float:
     """The loss of a step: over all its mini-batches together, each with the weights that it met."""
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / max(sum(counts), 1)
-
-
-def refuse_rows_that_differ(folder: RunFolder) -> None:
-    """Compare the lines that each step has in the row log with what the metrics say.
-
-    Raises:
-        StateMismatch: the row log lacks some, or has more.
-    """
-    there = Counter(line["step"] for line in folder.lines(folder.rows))
-    for line in folder.lines(folder.metrics):
-        if there[line["step"]] != line["minis"]:
-            what = f"has {there[line['step']]} lines of step {line['step']}, and metrics.jsonl says {line['minis']}"
-            remedy = "restore the file, or remove the checkpoints above that step"
-            raise StateMismatch(str(folder.rows), what, remedy)
 
 
 def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:

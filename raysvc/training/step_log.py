@@ -1,58 +1,75 @@
 """Logs of a run: JSON lines with a `step` in each, that go on where a checkpoint says.
 
-1. On a resume at step k the lines of the steps below k are copied to a new file, which takes the place of the old one: a process that
-   slept and still has the old one open writes into nothing.
-2. The copy ends at the first line of a step from k on, or at a line that is not whole: what a killed run left at its end.
-3. Where a line below k is missing then, the log has a hole, and the resume is refused by name.
+1. A log counts its bytes and keeps their digest; both are its `Extent`, and a checkpoint keeps that.
+2. A resume copies the bytes that its checkpoint counted to a new file, which takes the place of the old one: a process that slept and still
+   has the old one open writes into nothing. What lies behind them, a killed run left.
+3. The copy is digested as it is made: where it has another digest the resume is refused by name, and the file stays as it is.
 
 Always true:
 - a line is in the file when `append` returns;
-- after a resume at step k the file holds the lines of all steps below k, and nothing else;
-- a reader skips a torn line at the end, and is told of any other line that is damaged.
+- after a resume the file holds what it held when the checkpoint was made, and nothing else;
+- a reader skips a torn line at the end, and is told of any other line that is damaged, and of bytes that the newest checkpoint knows otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import xxhash
 
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.errors import StateMismatch
 
-log = logging.getLogger(__name__)
-_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
+PIECE = 1 << 20  # bytes that are copied at once
+
+
+class Extent(NamedTuple):
+    """Says how many bytes a log has, and their digest (XXH3-128)."""
+
+    num_bytes: int
+    digest: str
+
+
+NOTHING = Extent(0, xxhash.xxh3_128_hexdigest(b""))
 
 
 class StepLog:
     """One log; one writer."""
 
-    def __init__(self, path: Path, start_step: int, *, every_step: bool = False) -> None:
-        """Keep the lines of steps below `start_step`, and append from there.
-
-        Args:
-            every_step: each step has lines; `mini` counts those of one step, where they have it.
+    def __init__(self, path: Path, kept: Extent = NOTHING) -> None:
+        """Keep what a checkpoint counted, and append from there.
 
         Raises:
-            StateMismatch: it lacks lines of steps below `start_step`, or they are damaged.
+            StateMismatch: these bytes are not there any more.
         """
-        self._path = path
+        self._path, self._num_bytes, self._digest = path, 0, xxhash.xxh3_128()
         with named_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _kept(path, start_step, every_step) if path.exists() else b""
-            if not path.exists() and every_step and start_step:
-                _refuse(path, f"is not there, and the checkpoint has {start_step} steps")
             draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-            draft.write_bytes(kept)
-            self._file = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            os.fsync(self._file)
-            draft.rename(path)
+            self._file = os.open(
+                draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+            try:
+                for piece in _beginning(path, kept.num_bytes):
+                    self._write(piece)
+                _refuse_unless(path, kept, self.extent)
+                os.fsync(self._file)
+                draft.rename(path)
+            except BaseException:
+                self.close()
+                draft.unlink()
+                raise
+
+    @property
+    def extent(self) -> Extent:
+        """What is in the file."""
+        return Extent(self._num_bytes, self._digest.hexdigest())
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Add one line; it is in the file when this returns.
@@ -60,10 +77,8 @@ class StepLog:
         Raises:
             StoreError: the disk is full, or cannot be written.
         """
-        data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         with named_failures(self._path):
-            while data:
-                data = data[os.write(self._file, data) :]
+            self._write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def sync(self) -> None:
         """Make all lines survive a power cut."""
@@ -74,52 +89,47 @@ class StepLog:
         """Close the file."""
         os.close(self._file)
 
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            count = os.write(self._file, left)
+            self._digest.update(left[:count])
+            self._num_bytes, left = self._num_bytes + count, left[count:]
 
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+
+def lines_of(path: Path, kept: Extent = NOTHING) -> Iterator[dict[str, Any]]:
     """The whole lines of a log; none where there is none.
 
+    Args:
+        kept: what a checkpoint counted.
+
     Raises:
-        StateMismatch: one that is not the last is damaged.
+        StateMismatch: a line that is not the last is damaged, or what the checkpoint counted is not there any more.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    num_bytes, digest = 0, xxhash.xxh3_128()
+    with path.open("rb") if path.exists() else contextlib.nullcontext(()) as file:
         for number, data in enumerate(file, start=1):
+            if num_bytes < kept.num_bytes:
+                num_bytes += len(data)
+                digest.update(data)
+                if num_bytes >= kept.num_bytes:
+                    _refuse_unless(path, kept, Extent(num_bytes, digest.hexdigest()))
             line = _parsed(data)
             if line is not None:
                 yield line
             elif data.endswith(b"\n"):
                 _refuse(path, f"has a damaged line {number}")
+    if num_bytes < kept.num_bytes:
+        _refuse_unless(path, kept, Extent(num_bytes, digest.hexdigest()))
 
 
-def _kept(path: Path, step: int, every_step: bool) -> bytes:
-    """The lines of the steps below `step`."""
-    data = path.read_bytes()
-    begin, last, mini = 0, -1, -1
-    while begin < len(data):
-        end = data.find(b"\n", begin) + 1
-        line = _parsed(data[begin:end]) if end else None
-        if line is None:
-            torn = _STEP.match(data[begin : begin + 64])
-            if torn is not None and int(torn[1]) < step:
-                _refuse(path, f"has a torn line of step {int(torn[1])}, and the checkpoint has {step} steps")
-            break
-        if line["step"] >= step:
-            break
-        if every_step:
-            _refuse_hole(path, line, last, mini)
-        last, mini = line["step"], line.get("mini", -1)
-        begin = end
-    if every_step and last != step - 1:
-        _refuse(path, f"lacks step {last + 1}, and the checkpoint has {step} steps")
-    return data[:begin]
-
-
-def _refuse_hole(path: Path, line: Mapping[str, Any], last: int, mini: int) -> None:
-    step, first = line["step"], line.get("mini", 0)
-    goes_on = step == last + 1 and first == 0
-    if not goes_on and not ("mini" in line and step == last and first == mini + 1):
-        _refuse(path, f"goes from step {last} to step {step} without what lies between")
+def _beginning(path: Path, num_bytes: int) -> Iterator[bytes]:
+    """The first bytes of a file, as many as there are."""
+    if num_bytes and path.exists():
+        with path.open("rb", buffering=0) as file:
+            while num_bytes and (data := file.read(min(num_bytes, PIECE))):
+                num_bytes -= len(data)
+                yield data
 
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
@@ -133,8 +143,17 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     return None
 
 
+def _refuse_unless(path: Path, kept: Extent, found: Extent) -> None:
+    if found.num_bytes < kept.num_bytes:
+        what = f"has {found.num_bytes} of the {kept.num_bytes} bytes that it had when the checkpoint was made"
+        _refuse(path, what if path.exists() else "is not there, and the checkpoint counts on it")
+    if found != kept:
+        _refuse(
+            path,
+            f"is damaged: its first {kept.num_bytes} bytes are not those that it had when the checkpoint was made",
+        )
+
+
 def _refuse(path: Path, what: str) -> None:
-    remedy = (
-        "restore the file, or remove the checkpoints above the last whole step, or give trainer.resume=false"
-    )
+    remedy = "restore the file, or remove the checkpoints that were made after it was whole, or give trainer.resume=false"
     raise StateMismatch(str(path), what, remedy)

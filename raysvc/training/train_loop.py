@@ -35,7 +35,6 @@ from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
 from raysvc.training.run_log import RunLog, cache_facts, left_out, write_summary
-from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
@@ -228,13 +227,12 @@ class _Run:
         group.gather(
             "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
         )
-        self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
         entry = self.entry
         shares, self.adapting = LossShares(entry), MixtureAdapter(self.job.mixture, entry)
         books = RunLog(
             self.folder,
-            start,
+            self.checkpoint,
             stop,
             self.progress,
             self.reporter,
@@ -245,6 +243,7 @@ class _Run:
         )
         loop_begin = time.perf_counter()
         try:
+            self._write_served(start, books)
             self._loop(client, group, stop, books)
         finally:
             books.close()
@@ -266,7 +265,7 @@ class _Run:
             self.decisions,
         )
 
-    def _write_served(self, start: int) -> None:
+    def _write_served(self, start: int, books: RunLog) -> None:
         """Say how the steps from here on are made."""
         from raysvc.actors.server.kept.served_records import served_line
 
@@ -275,10 +274,7 @@ class _Run:
         if before is not None and before.spec.plan.skip_rows != spec.plan.skip_rows:
             counts = len(before.spec.plan.skip_rows), len(spec.plan.skip_rows)
             log.warning("plan.skip_rows changed at step %d: it had %d rows and has %d", start, *counts)
-        served = StepLog(self.folder.served, start)
-        served.append(served_line(start, self.job.trainer.dp_size, spec))
-        served.sync()
-        served.close()
+        books.served(served_line(start, self.job.trainer.dp_size, spec))
 
     def _loop(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
         """Start each step before waiting for the one before it, so that the workers never wait for the driver."""
@@ -342,12 +338,11 @@ class _Run:
             self.save_tokenizer = tokenizer_beside(self.job.tokenizer)
 
     def _save(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
-        books.sync()
-        state = client.state_dict()
+        logs, state = books.to_state(), client.state_dict()
         folder = self.folder.new_checkpoint(state["frontier"])
         group.save_checkpoint(str(folder))
         done = {"done_for": goal(self.job)} if state["frontier"] == stop else {}
-        self.folder.publish(folder, {"data": state, **self.decisions.to_state(), **done})
+        self.folder.publish(folder, {"data": state, **logs, **self.decisions.to_state(), **done})
         books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)
         if done or self.decisions.stops:

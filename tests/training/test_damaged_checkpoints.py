@@ -214,3 +214,26 @@ def test_a_run_with_a_damaged_newest_checkpoint_goes_on_from_the_one_before_it(
     with pytest.raises(CheckpointDamaged, match=r"restore it, or start again with trainer.resume=false"):
         raysvc.train(config)
     assert [found.name for found in folder.complete()] == [oldest.name], "the last one is not put away"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_changed_digit_in_a_log_stops_the_run_that_goes_on_and_restoring_it_lets_it(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    from .test_train import make_job
+
+    config = yaml.safe_load(make_job(tmp_path, sample, "run", max_steps=2).read_text())
+    raysvc.train(config)
+    config["trainer"] |= {"max_steps": 3, "resume": "changed"}
+    for name in ("rows.jsonl", "metrics.jsonl", "served.jsonl"):
+        good = (path := tmp_path / "run" / name).read_bytes()
+        path.write_bytes(good.replace(b'"step":0', b'"step":1', 1))
+        with pytest.raises(StateMismatch, match=rf"{name}: .*restore the file"):
+            raysvc.train(config)
+        assert path.read_bytes() == good.replace(b'"step":0', b'"step":1', 1)
+        path.write_bytes(good)
+    summary = raysvc.train(config)
+    assert (summary["resumed_from"], summary["steps"]) == (2, 3)

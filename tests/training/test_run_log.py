@@ -12,13 +12,13 @@ import pytest
 
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.collate.shard import Denominators
-from raysvc.errors import FolderLost
+from raysvc.errors import FolderLost, StateMismatch
 from raysvc.job.trainer_config import Reduction
 from raysvc.progress import silent
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter
 from raysvc.trackers.stalls import StepTimes
 from raysvc.training.loss_shares import LossShares
-from raysvc.training.run_folder import RunFolder
+from raysvc.training.run_folder import Checkpoint, RunFolder
 from raysvc.training.run_log import RunLog, write_summary
 
 LOSSES = ([1.0, 2.0, 3.0], [10.0])  # of the targets of two mini-batches
@@ -57,7 +57,7 @@ def test_the_loss_of_a_step_is_that_of_its_mini_batches_as_one(
     ]
     books = RunLog(
         RunFolder(tmp_path),
-        0,
+        None,
         1,
         silent,
         NO_TRACKERS,
@@ -81,7 +81,7 @@ def test_what_a_loss_says_of_itself_is_written_and_reported_with_its_unit(tmp_pa
 
     books = RunLog(
         RunFolder(tmp_path),
-        0,
+        None,
         1,
         silent,
         Told(),
@@ -118,7 +118,7 @@ def test_a_trainer_that_wakes_after_its_successor_came_logs_and_reports_nothing(
     sleeper, successor = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     reporter = Reporter({"one": Told()})  # type: ignore[dict-item]
     with sleeper.held():
-        books = RunLog(sleeper, 0, 3, silent, reporter, 1, LossShares(CacheEntry(())), "token_mean")
+        books = RunLog(sleeper, None, 3, silent, reporter, 1, LossShares(CacheEntry(())), "token_mean")
         one = mini([1.0], 1)
         rank = [SimpleNamespace(loss=1.0, grad_norm=0.0, metrics={"lr": 0.1}, timing={}, rows=None)]
         times = StepTimes(0, 0.0, 0.0, 0.0, 0.0, "file")
@@ -147,3 +147,90 @@ def test_a_trainer_that_wakes_after_its_successor_came_logs_and_reports_nothing(
     reporter.leave()
     assert reporter.outcome() == {"one": "ok"}
     assert told == ["on_step"]
+
+
+def logs_of(folder: RunFolder, checkpoint: Checkpoint | None, reporter: Any = NO_TRACKERS) -> RunLog:
+    return RunLog(folder, checkpoint, 9, silent, reporter, 1, LossShares(CacheEntry(())), "token_mean")
+
+
+def train(books: RunLog, steps: range) -> None:
+    one = mini([1.0], 3)
+    rank: Any = [SimpleNamespace(loss=1.0, grad_norm=0.0, metrics={"lr": 0.1}, timing={}, rows=None)]
+    for number in steps:
+        step: Any = SimpleNamespace(index=number, epoch=0, optimizer_steps=lambda: [one])
+        books.step(step, [rank], 1.0, StepTimes(0, 0.0, 0.0, 0.0, 0.0, "file"))
+        books.evals(number, [{"eval": "a", "loss": 1.0, "bits_per_byte": 1.0, "eval_s": 1.0, "rows": 1}])
+
+
+def saved(folder: RunFolder, books: RunLog, step: int) -> Checkpoint:
+    folder.publish(folder.new_checkpoint(step), {"data": {}, **books.to_state()})
+    newest = folder.newest()
+    assert newest is not None
+    return newest
+
+
+def test_a_resume_goes_on_with_the_logs_and_the_tokens_of_its_checkpoint(tmp_path: Path) -> None:
+    told: list[float] = []
+
+    class Told:
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            told.append(metrics["num_input_tokens_seen"])
+
+        def on_eval(self, step: int, metrics: dict[str, float]) -> None:
+            pass
+
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    for folder, lives in ((whole, [(0, 6)]), (killed, [(0, 4), (2, 6)])):
+        checkpoint = None
+        for begin, stop in lives:
+            books = logs_of(folder, checkpoint, Told())
+            books.served({"step": begin}) if begin == 0 else None
+            train(books, range(begin, 2))
+            checkpoint = saved(folder, books, 2) if begin == 0 else checkpoint
+            train(books, range(max(begin, 2), stop))
+            books.close()  # the steps 2 and 3 have no checkpoint
+    for path in whole.path.glob("*.jsonl"):
+        assert (killed.path / path.name).read_bytes() == path.read_bytes()
+    assert told == [3 * steps for steps in (*range(1, 7), *range(1, 5), *range(3, 7))]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "metrics.jsonl", "evals.jsonl", "served.jsonl"])
+def test_a_changed_digit_or_an_older_copy_of_any_log_stops_a_resume_and_its_readers(
+    tmp_path: Path, name: str
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    books = logs_of(folder, None)
+    path = folder.path / name
+    books.served({"step": 0})
+    train(books, range(2))
+    before = path.read_bytes()
+    books.served({"step": 2})
+    train(books, range(2, 4))
+    checkpoint = saved(folder, books, 4)
+    train(books, range(4, 5))
+    books.close()
+    good = path.read_bytes()
+    at = good.index(b'"step":0') + len('"step":')
+    for bad in (good[:at] + b"1" + good[at + 1 :], before, None):
+        path.unlink() if bad is None else path.write_bytes(bad)
+        with pytest.raises(StateMismatch, match=rf"{name}: .*(damaged|of the|not there).*restore the file"):
+            logs_of(folder, checkpoint)
+        with pytest.raises(StateMismatch, match=rf"{name}: "):
+            list(folder.lines(path))
+    path.write_bytes(good)
+    assert sum(1 for _ in folder.lines(path)) == good.count(b"\n")
+    logs_of(folder, checkpoint).close()
+
+
+def test_a_checkpoint_of_before_the_digests_is_refused_by_name_and_its_logs_are_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    books = logs_of(folder, None)
+    train(books, range(2))
+    books.close()
+    folder.publish(folder.new_checkpoint(2), {"data": {}})
+    assert len(list(folder.lines(folder.metrics))) == 2
+    with pytest.raises(
+        StateMismatch, match=r"step-00000002\.\w+: was made by an earlier raysvc.*resume=false"
+    ):
+        logs_of(folder, folder.newest())
+    assert len(list(folder.lines(folder.metrics))) == 2

@@ -6,129 +6,175 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.errors import FolderHeld, FolderLost, StateMismatch, StoreError
 from raysvc.training.run_folder import RunFolder
-from raysvc.training.run_log import refuse_rows_that_differ
-from raysvc.training.step_log import StepLog, lines_of
+from raysvc.training.step_log import NOTHING, Extent, StepLog, lines_of
 
 
-def rows_log(path: Path, steps: int, minis: int = 2) -> list[dict[str, int]]:
-    """A log of so many steps; returns its lines."""
-    lines = [{"step": step, "mini": mini} for step in range(steps) for mini in range(minis)]
-    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+def written(log: StepLog, steps: range, minis: int = 2) -> list[dict[str, int]]:
+    """Append so many steps; returns their lines."""
+    lines = [{"step": step, "mini": mini} for step in steps for mini in range(minis)]
+    for line in lines:
+        log.append(line)
     return lines
 
 
-def go_on(path: Path, step: int) -> None:
-    StepLog(path, step, every_step=True).close()
+def bytes_of(lines: list[dict[str, int]]) -> bytes:
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
-def test_a_resume_keeps_the_lines_below_its_step_and_appends(tmp_path: Path) -> None:
+def test_a_resume_keeps_what_the_checkpoint_counted_and_appends(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    lines = rows_log(path, 5)
+    log = StepLog(path)
+    lines = written(log, range(4))
+    kept = log.extent
+    assert kept == (len(bytes_of(lines)), xxhash.xxh3_128_hexdigest(bytes_of(lines)))
+    written(log, range(4, 5))
+    log.close()
     with path.open("a") as file:
         file.write('{"step":5,"mini":0}\n{"step":5,"mi')  # killed while it wrote
-    log = StepLog(path, 4, every_step=True)
-    log.append({"step": 4, "mini": 0})
+    log = StepLog(path, kept)
+    lines += written(log, range(4, 6))
     log.close()
-    assert list(lines_of(path)) == [*lines[:8], {"step": 4, "mini": 0}]
+    assert path.read_bytes() == bytes_of(lines)
+    assert log.extent == (len(bytes_of(lines)), xxhash.xxh3_128_hexdigest(bytes_of(lines)))
+    assert list(lines_of(path, log.extent)) == lines
 
 
-@given(cut=st.integers(0, 3 * 2 * 20), start=st.integers(0, 3))
-def test_a_log_that_was_cut_anywhere_goes_on_whole_or_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, start: int
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "a digit": lambda data: data.replace(b'"step":1', b'"step":3', 1),
+    "a bit of the last line end": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "cut by a byte": lambda data: data[:-1],
+    "cut by a line": lambda data: b"".join(data.splitlines(keepends=True)[:-1]),
+    "a hole": lambda data: b"".join(data.splitlines(keepends=True)[:2] + data.splitlines(keepends=True)[4:]),
+    "a line twice": lambda data: data.splitlines(keepends=True)[0] + data,
+    "empty": lambda data: b"",
+    "gone": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_log_that_is_not_what_was_written_below_the_checkpoint_is_refused_by_name_and_left_as_it_is(
+    tmp_path: Path, damage: str
 ) -> None:
-    path = tmp_path_factory.mktemp("cut") / "rows.jsonl"
-    lines = rows_log(path, 3)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:cut])
-    there = whole[:cut].count(b"\n")
-    try:
-        go_on(path, start)
-    except StateMismatch:
-        assert there < 2 * start, "it was refused, and nothing is missing"
-        assert path.read_bytes() == whole[:cut], "it was changed"
-    else:
-        assert there >= 2 * start - 1
-        if there >= 2 * start:
-            assert list(lines_of(path)) == lines[: 2 * start]
-
-
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        (slice(2, 4), "goes from step 0 to step 2"),  # a step
-        (slice(2, 3), "goes from step 0 to step 1 without"),  # its first half
-        (slice(6, 8), "lacks step 3, and the checkpoint has 4"),
-        (slice(0, 2), "goes from step -1 to step 1|without"),
-    ],
-)
-def test_a_hole_below_the_checkpoint_is_refused_by_name(tmp_path: Path, lost: slice, said: str) -> None:
     path = tmp_path / "rows.jsonl"
-    rows_log(path, 4)
-    kept = path.read_text().splitlines(keepends=True)
-    del kept[lost]
-    path.write_text("".join(kept))
-    with pytest.raises(StateMismatch, match=rf"rows\.jsonl: ({said}).*restore the file"):
-        go_on(path, 4)
+    log = StepLog(path)
+    older, _ = (written(log, range(1)), log.sync())
+    first, _ = log.extent, written(log, range(1, 4))
+    log.close()
+    good, bad = path.read_bytes(), DAMAGES[damage](path.read_bytes())
+    path.unlink() if bad is None else path.write_bytes(bad)
+    for reading in (lambda: StepLog(path, log.extent), lambda: list(lines_of(path, log.extent))):
+        with pytest.raises(
+            StateMismatch, match=r"rows\.jsonl: (has \d+ of the|is damaged|is not there).*restore the file"
+        ):
+            reading()
+        assert [each.read_bytes() for each in tmp_path.iterdir()] == [bad][: bad is not None]
+    if bad is not None and bad.startswith(bytes_of(older)):
+        StepLog(path, first).close()  # what a checkpoint before it counted is whole
+        assert path.read_bytes() == bytes_of(older)
+    path.write_bytes(good)
+    StepLog(path, log.extent).close()
 
 
-def test_a_row_log_that_lacks_the_last_mini_batch_of_a_step_is_refused(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    rows_log(run.rows, 3)
-    run.metrics.write_text("".join(json.dumps({"step": step, "minis": 2}) + "\n" for step in range(3)))
-    refuse_rows_that_differ(run)
-    run.rows.write_text("".join(run.rows.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(StateMismatch, match=r"rows\.jsonl: has 1 lines of step 2, and metrics\.jsonl says 2"):
-        refuse_rows_that_differ(run)
+@given(
+    lives=st.lists(
+        st.tuples(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 60), st.integers(0, 9)),
+        min_size=1,
+        max_size=5,
+    ),
+    damaged=st.integers(0, 10_000),
+    bit=st.integers(0, 7),
+)
+@settings(deadline=None)
+def test_random_lives_of_a_log_end_as_one_undisturbed_and_any_bit_below_the_checkpoint_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+    lives: list[tuple[list[int], int, int]],
+    damaged: int,
+    bit: int,
+) -> None:
+    """A life resumes at any checkpoint there is, saves several, and is killed anywhere in what it wrote after the last."""
+    path = tmp_path_factory.mktemp("lives") / "rows.jsonl"
+    saved: list[tuple[Extent, list[dict[str, int]]]] = [(NOTHING, [])]
+    for saves, torn, back in lives:
+        del saved[len(saved) - back % len(saved) :]  # a later checkpoint was damaged, and put away
+        kept, lines = saved[-1]
+        log, lines = StepLog(path, kept), list(lines)
+        for steps in saves:
+            begin = lines[-1]["step"] + 1 if lines else 0
+            lines += written(log, range(begin, begin + steps))
+            assert log.extent == (len(bytes_of(lines)), xxhash.xxh3_128_hexdigest(bytes_of(lines)))
+            saved.append((log.extent, list(lines)))
+        covered = path.stat().st_size
+        written(log, range(100, 103))
+        log.close()
+        os.truncate(path, min(covered + torn, path.stat().st_size))
+    kept, lines = saved[-1]
+    assert path.read_bytes().startswith(bytes_of(lines))
+    if kept.num_bytes:
+        data = bytearray(path.read_bytes())
+        data[damaged % kept.num_bytes] ^= 1 << bit
+        path.write_bytes(data)
+        with pytest.raises(StateMismatch, match=r"rows\.jsonl: is damaged"):
+            StepLog(path, kept)
+        assert path.read_bytes() == data
+        data[damaged % kept.num_bytes] ^= 1 << bit
+        path.write_bytes(data)
+    StepLog(path, kept).close()
+    assert path.read_bytes() == bytes_of(lines)
+    assert os.listdir(path.parent) == ["rows.jsonl"], "a draft was left"
 
 
-def test_a_log_that_is_not_there_is_a_hole_too(tmp_path: Path) -> None:
-    with pytest.raises(StateMismatch, match="is not there, and the checkpoint has 3 steps"):
-        go_on(tmp_path / "rows.jsonl", 3)
-    StepLog(tmp_path / "evals.jsonl", 3).close()
+def test_a_resume_reads_a_large_log_once_and_never_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    log = StepLog(path)
+    for step in range(300):
+        log.append({"step": step, "row_ids": "x" * 100_000})
+    log.close()
+
+    def read_bytes() -> int:
+        return int(
+            Path("/proc/self/io").read_text().split()[1]
+        )  # rchar: what all reads of this process asked for
+
+    tracemalloc.start()
+    before = read_bytes()
+    StepLog(path, log.extent).close()
+    read, (_, most) = read_bytes() - before, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert log.extent.num_bytes <= read < 1.1 * log.extent.num_bytes
+    assert most < 0.2 * log.extent.num_bytes
 
 
 @pytest.mark.parametrize(
     "damage", [b"\0" * 19 + b"\n", b'{"step":1,"mi\n', b"[1]\n", b'{"step":"x"}\n', b"\xff\n"]
 )
-def test_a_damaged_line_is_refused_by_name_below_the_checkpoint_and_dropped_above_it(
-    tmp_path: Path, damage: bytes
-) -> None:
+def test_a_reader_passes_over_a_torn_end_and_names_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "rows.jsonl"
-    lines = rows_log(path, 4)
+    lines = [{"step": step} for step in range(4)]
+    path.write_bytes(bytes_of(lines) + b'{"step":4')
+    assert list(lines_of(path)) == lines
     kept = path.read_bytes().splitlines(keepends=True)
     kept[3] = damage
     path.write_bytes(b"".join(kept))
     with pytest.raises(StateMismatch, match=r"rows\.jsonl: has a damaged line 4; restore"):
         list(lines_of(path))
-    with pytest.raises(StateMismatch, match=r"rows\.jsonl: (has a torn line of step 1|lacks step)"):
-        go_on(path, 3)
-    go_on(path, 1)
-    assert list(lines_of(path)) == lines[:2]
-
-
-def test_a_torn_line_of_an_eval_below_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "evals.jsonl"
-    path.write_text('{"step":1,"eval":"a"}\n{"step":3,"ev')
-    with pytest.raises(StateMismatch, match="torn line of step 3, and the checkpoint has 4"):
-        StepLog(path, 4)
-    StepLog(path, 3).close()
-    assert [line["step"] for line in lines_of(path)] == [1]
 
 
 def test_a_process_that_slept_writes_into_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    sleeper = StepLog(path, 0, every_step=True)
+    sleeper = StepLog(path)
     sleeper.append({"step": 0, "mini": 0})
-    successor = StepLog(path, 1, every_step=True)
+    successor = StepLog(path, sleeper.extent)
     sleeper.append({"step": 1, "mini": 0, "by": "sleeper"})
     successor.append({"step": 1, "mini": 0, "by": "successor"})
     sleeper.append({"step": 2, "mini": 0, "by": "sleeper"})
@@ -154,22 +200,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_with_its_file_and_the_log_goes_on_when_there_is_room(small_disk: Path) -> None:
     path = small_disk / "rows.jsonl"
     (ballast := small_disk / "ballast").write_bytes(b"x" * 40_000)
-    log, written = StepLog(path, 0, every_step=True), 0
+    log, count, kept = StepLog(path), 0, NOTHING
 
     def fill() -> None:
-        nonlocal written
-        while written < 2000:
-            log.append({"step": written, "row_ids": list(range(50))})
-            written += 1
+        nonlocal count, kept
+        while count < 2000:
+            log.append({"step": count, "row_ids": list(range(50))})
+            count, kept = count + 1, log.extent
 
     with pytest.raises(StoreError, match=r"rows\.jsonl: cannot be written .*No space left.*make room"):
         fill()
     log.close()
+    assert log.extent == (path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes())), (
+        "the torn line counts"
+    )
     ballast.unlink()
-    again = StepLog(path, written, every_step=True)
-    again.append({"step": written})
+    again = StepLog(path, kept)
+    again.append({"step": count})
     again.close()
-    assert [line["step"] for line in lines_of(path)] == list(range(written + 1))
+    assert [line["step"] for line in lines_of(path, again.extent)] == list(range(count + 1))
 
 
 def test_who_trains_in_a_folder_that_was_taken_or_moved_publishes_and_prunes_nothing(tmp_path: Path) -> None:
