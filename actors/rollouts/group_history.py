@@ -148,6 +148,7 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     spool.begin()
     forgotten = spool.forgotten()
     found = RestoredGroups(forgotten=set(forgotten.groups), book=book)
+    snapshot: str | None = None
     names = {name: folder for folder, name in spool.history()}
     for name in sorted({*names, *forgotten.tables}):
         if name in forgotten.tables:
@@ -156,11 +157,16 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
             found.events.append(name)
             for event in spool.read_events(name):
                 apply_event(event, pool, schema, found)
+                snapshot = name if "snapshot" in event else snapshot
         else:
             chunk = _read_table(spool, names[name], name, pool, schema, found)
             if chunk is not None:
                 tables.hold(chunk)
                 tables.written([chunk], name)
+    for gap in spool.missing(forgotten, snapshot):
+        log.warning(
+            "GONE FROM %s: %s; restore it, or the server goes on without what it said", spool.url, gap
+        )
     pool.versions.update(forgotten.groups)
     pool.trained_before = forgotten.trained
     opened = {key for key, rows in found.groups.items() if not rows.closed}

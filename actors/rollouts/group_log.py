@@ -1,13 +1,14 @@
 """Rollouts on disk: groups, which of them are in which step, and what was forgotten.
 
-    groups/000000000042.g1.<uid>-<digest>.arrow    rows of one put, or of several that came together
-    columns/000000000043.g1.<uid>-<digest>.arrow   columns that came after their rows
-    events/000000000044.g1.<uid>-<digest>.json     what else happened: versions, timelines, reservations, drops, quarantine
-    steps/000000000007.000000000045.g1.<uid>-<digest>.json  the groups of step 7; the last record of a step counts
-    forgotten/000000000005.000000000046.g1.<uid>-<digest>.json  steps below 5 are never asked for again; what they had
+    groups/000000000042.g1.<counts>.<uid>-<digest>.arrow    rows of one put, or of several that came together
+    columns/000000000043.g1.<counts>.<uid>-<digest>.arrow   columns that came after their rows
+    events/000000000044.g1.<counts>.<uid>-<digest>.json     what else happened: versions, timelines, reservations, drops, quarantine
+    steps/000000000007.000000000045.g1.<counts>.<uid>-<digest>.json  the groups of step 7; the last record of a step counts
+    forgotten/000000000005.000000000046.g1.<counts>.<uid>-<digest>.json  steps below 5 are never asked for again; what they had
     begins/000000000002.json                       from which number on each owner until the second (g2) writes; the last counts
 
-All records are numbered through, and say which owner of the folder wrote them (`raysvc.cache.store.claim`).
+All records are numbered through, and say which owner of the folder wrote them (`raysvc.cache.store.claim`), and how many
+came before it (`raysvc.actors.rollouts.group_gaps`).
 Always true:
 - a record of an earlier owner from a `begins` number on was never acknowledged and does not count: it came out of the network, or from a
   process that slept, after its successor had read the folder;
@@ -26,14 +27,17 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from raysvc.actors.rollouts.group_gaps import Counts, gaps
 from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.local.named_digest import named, read_named
 from raysvc.cache.local.sealed import opened_if_sealed, sealed
 from raysvc.cache.store.claim import Claim, open_owned
+from raysvc.cache.store.store import Data
 from raysvc.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -71,7 +75,9 @@ class Spool:
         self, url: str, storage_options: Mapping[str, Any] | None = None, claim: Claim | None = None
     ) -> None:
         self._store, self._claim = open_owned(url, storage_options, claim), claim
+        self.url = self._store.url
         self._next: int | None = None  # number of the next record; None: not listed yet
+        self._counts = Counts()  # of what is there
         self._begins: dict[int, int] | None = None  # of each owner until now; None: not read yet
 
     def begin(self) -> None:
@@ -102,10 +108,7 @@ class Spool:
 
     def put(self, table: pa.Table, folder: Folder = "groups") -> str:
         """Write a table; returns its name. When this returns it is on disk."""
-        data = file_buffers(table)
-        name = named(self._stamp(), "arrow", data)
-        self._store.write(f"{folder}/{name}", data)
-        return name
+        return self._keep(folder, "", "arrow", file_buffers(table))
 
     def read(self, name: str, folder: Folder = "groups") -> pa.Table:
         """One table.
@@ -118,10 +121,7 @@ class Spool:
 
     def write_events(self, events: list[Event]) -> str:
         """Keep what happened; returns the name of the record."""
-        data = json.dumps(events).encode()
-        name = named(self._stamp(), "json", data)
-        self._store.write(f"events/{name}", data)
-        return name
+        return self._keep("events", "", "json", json.dumps(events).encode())
 
     def read_events(self, name: str) -> list[Event]:
         """One record; nothing for a torn one of an earlier version.
@@ -131,6 +131,16 @@ class Spool:
         """
         events: list[Event] | None = self._json(f"events/{name}")
         return events or []
+
+    def missing(self, forgotten: ForgottenGroups, snapshot: str | None) -> list[str]:
+        """What is gone and was not forgotten, a line each; nothing where another process may be writing.
+
+        Args:
+            snapshot: the newest record that says all that the events before it said.
+        """
+        if self._claim is None:
+            return []
+        return gaps(self._known(forgotten), forgotten.kept_from, snapshot)
 
     def remove_events(self, names: Iterable[str]) -> None:
         """Remove records that a snapshot replaced."""
@@ -195,14 +205,19 @@ class Spool:
             self._next = self._next_number()
         self._next += 1
         owner = 0 if self._claim is None else self._claim.take()
-        return f"{self._next - 1:012d}.g{owner}.{uuid.uuid4().hex[:8]}"
+        return f"{self._next - 1:012d}.g{owner}.{self._counts}.{uuid.uuid4().hex[:8]}"
 
     def _next_number(self) -> int:
         """Behind all that ever was there: what removes a record has a higher number, and stays."""
-        known = [name for folder in (*NUMBERED, *BY_STEP) for name in self._listed(folder)]
-        numbers = [_written(name)[0] for name in (*known, *self.forgotten().tables)]
-        self._next = max((number + 1 for number in numbers), default=0)
+        known = self._known(self.forgotten())
+        self._next = max((_written(path.partition("/")[2])[0] + 1 for path in known), default=0)
+        self._counts = reduce(Counts.after, known, Counts())
         return self._next
+
+    def _known(self, forgotten: ForgottenGroups) -> list[str]:
+        """Folder and name of all that is there, and of the tables that were forgotten."""
+        there = [f"{folder}/{name}" for folder in (*NUMBERED, *BY_STEP) for name in self._listed(folder)]
+        return [*there, *(f"groups/{name}" for name in forgotten.tables)]
 
     def _listed(self, folder: str) -> list[str]:
         """Names of the records of a folder that count."""
@@ -226,9 +241,14 @@ class Spool:
             raise StoreError(f"{self._store.url}/{path}", str(error), REMEDY) from None
 
     def _write(self, folder: str, number: int, record: Mapping[str, Any]) -> None:
-        data = json.dumps(record).encode()
-        name = named(f"{number:012d}.{self._stamp()}", "json", data)
+        self._keep(folder, f"{number:012d}.", "json", json.dumps(record).encode())
+
+    def _keep(self, folder: str, prefix: str, ending: str, data: Data) -> str:
+        name = named(f"{prefix}{self._stamp()}", ending, data)
         self._store.write(f"{folder}/{name}", data)
+        if folder != "forgotten":  # which another thread writes, and nobody counts
+            self._counts = self._counts.after(f"{folder}/{name}")
+        return name
 
     def _read(self, path: str) -> bytes:
         return read_named(self._store, path, REMEDY)

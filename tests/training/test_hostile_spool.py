@@ -78,7 +78,7 @@ def test_records_without_digests_of_an_earlier_version_are_read(tmp_path: Path) 
             path.rename(path.with_name(with_digest.sub("", path.name)))
     spool = Spool(url)
     (name,) = spool.names()
-    assert re.fullmatch(r"\d{12}\.g1\.[0-9a-f]{8}\.arrow", name)
+    assert re.fullmatch(r"\d{12}\.g1\.0t0e\.[0-9a-f]{8}\.arrow", name)
     assert spool.read(name)["n"].to_pylist() == list(range(100))
     assert spool.steps() == steps
     assert spool.forgotten() == ForgottenGroups(1, {("b", 0): 3}, {})
