@@ -96,7 +96,7 @@ def windowed_sources(job: JobConfig) -> list[bool]:
 
 
 def known_at_the_end(job: JobConfig) -> str:
-    """Why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan needs what is known only at the end; ""
+    """Says why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan needs what is known only at the end; ""
     where it does not."""
     if (held := held_share(job)) is not None:
         return f"evals.{held.name}.share needs the prompts of all rows"
@@ -251,7 +251,7 @@ class BuildBeside:
                 for one in lane:
                     held.enter_context(one.hold)
                 self._make(lane, order, beside(workers, small_here=not lane[0].has_end))
-        except Stopped:
+        except BuildStopped:
             return
         except Exception as error:  # noqa: BLE001 - told to the server, and raised by `check`
             if self._stopping.is_set():
@@ -276,7 +276,7 @@ class BuildBeside:
 
     def _go_on(self) -> None:
         if self._stopping.is_set():
-            raise Stopped
+            raise BuildStopped
 
 
 class SummedProgress:
@@ -310,5 +310,5 @@ class SummedProgress:
         )
 
 
-class Stopped(Exception):
+class BuildStopped(Exception):
     """The build was stopped between two slices."""

@@ -28,7 +28,7 @@ FILE = "served.jsonl"
 
 
 @dataclass(frozen=True)
-class Served:
+class ServeRecord:
     """Records how the steps from `step` on were made.
 
     Attributes:
@@ -41,7 +41,9 @@ class Served:
     spec: ServeSpec
 
 
-def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | None = None) -> Served | None:
+def read_served(
+    run_dir: str, step: int, storage_options: Mapping[str, Any] | None = None
+) -> ServeRecord | None:
     """Returns how `step` was made; None if no run wrote it down.
 
     Raises:
@@ -62,7 +64,7 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
             return None
         last = fitting[-1]
         spec = ServeSpec.model_validate({**last["spec"], "storage_options": dict(storage_options or {})})
-        return Served(last["step"], last["dp_size"], spec)
+        return ServeRecord(last["step"], last["dp_size"], spec)
     except StoreError:
         raise
     except (ValueError, KeyError, TypeError) as error:

@@ -121,7 +121,7 @@ def cells_of(line: Line) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedTable:
     """Lines for a terminal of some width.
 
     Attributes:
@@ -133,7 +133,7 @@ class Fitted:
     under: tuple[str, ...]
 
 
-def fitted(rows: Sequence[Mapping[str, str]], width: int) -> Fitted:
+def fitted(rows: Sequence[Mapping[str, str]], width: int) -> FittedTable:
     """Choose the columns that have room, the most important ones first; a column without a value needs none.
 
     Args:
@@ -149,7 +149,7 @@ def fitted(rows: Sequence[Mapping[str, str]], width: int) -> Fitted:
             room -= need
     rest = [name for name in told if name not in chosen]
     under = [", ".join(f"{name} {row[name]}" for name in rest if row[name] != "-") for row in rows]
-    return Fitted(tuple(name for name in told if name in chosen), tuple(under))
+    return FittedTable(tuple(name for name in told if name in chosen), tuple(under))
 
 
 def _line(facts: Mapping[str, Any], earlier: Mapping[str, Any], passed_s: float) -> Line:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Never
 
 from raysvc.builds.build import held_generation
-from raysvc.builds.build_beside import STOP_S, BuildBeside, Stopped
+from raysvc.builds.build_beside import STOP_S, BuildBeside, BuildStopped
 from raysvc.builds.find_or_build import as_one
 from raysvc.cache import names
 from raysvc.cache.find import open_entry
@@ -55,7 +55,7 @@ POLL_S = 0.2
 
 
 def columns_wait(job: JobConfig) -> str:
-    """Why the columns that a model computes are not computed while rows are built; "" where they are, or none is wanted."""
+    """Says why the columns that a model computes are not computed while rows are built; "" where they are, or none is wanted."""
     wanted = wanted_of(job)
     names = ", ".join(
         dict.fromkeys(name for _, some in wanted.values() for one in some for name in one.columns)
@@ -179,7 +179,7 @@ class ColumnsBeside(BuildBeside):
     def _go_on_with_rows(self) -> None:
         self._go_on()
         if self._error is not None:
-            raise Stopped
+            raise BuildStopped
 
     def _fail(self, why: str) -> None:
         for entry in self.entry.entries:
