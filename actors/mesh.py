@@ -1,4 +1,4 @@
-"""Which process is which in a group: data-parallel ranks and the peers that share their rows.
+"""Places processes in a group: data-parallel ranks and the peers that share their rows.
 
 Always true:
 - processes are numbered with tensor-parallel ranks next to each other, then context, pipeline, data:

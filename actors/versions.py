@@ -1,4 +1,4 @@
-"""Which versions of a client and a server work together. Pure.
+"""Decides whether a client and a server of two versions work together. Pure.
 
 1. The wire format is what travels between them: calls, their arguments, the types of `raysvc.actors.server.spec`,
    and shards, whose own format has a version of its own (docs/wire.md).

@@ -58,7 +58,7 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
 
 
 def named_models(annotation: Any) -> bool:
-    """Whether a field maps names to models."""
+    """Tells whether a field maps names to models."""
     return get_origin(annotation) is dict and model_of(annotation) is not None
 
 

@@ -163,7 +163,7 @@ def desk_of(
 
 
 def worker_of(began_s: float) -> dict[str, Any]:
-    """Who made a slice, when, and how long it took; for the progress of a build."""
+    """Tells who made a slice, when, and how long it took, for the progress of a build."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),

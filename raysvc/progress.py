@@ -1,4 +1,4 @@
-"""How long-running phases say where they are; what is shown is decided by whoever passes the callback."""
+"""Calls by which long phases say where they are; whoever passes the callback decides what is shown."""
 
 from __future__ import annotations
 

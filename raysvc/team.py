@@ -1,4 +1,4 @@
-"""Whose server it is: the namespace of a team, and the owner of a server. A guard against accidents, not against people.
+"""Names the namespace of a team and the owner of a server: a guard against accidents, not against people.
 
 Always true:
 - servers of different teams never meet: each team has a Ray namespace of its own;

@@ -1,4 +1,4 @@
-"""Which inputs keep the rows of a layout apart in a model: proved on the model itself, not looked up by its name.
+"""Finds the inputs that keep the rows of a layout apart in a model: proved on the model itself, not looked up by its name.
 
 Axes: B lines, L tokens of a line, V numbers of a token.
 

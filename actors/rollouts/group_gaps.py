@@ -1,4 +1,4 @@
-"""What of a spool is gone though nobody forgot it: the name of each record counts those before it.
+"""Finds what of a spool is gone though nobody forgot it: the name of each record counts those before it.
 
     groups/000000000042.g1.17t12e7s40.<uid>-<digest>.arrow    17 tables and 12 records of events are older; the newest record of a
                                                               step, that of step 7, is number 40

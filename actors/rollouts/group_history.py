@@ -1,4 +1,4 @@
-"""What happened to the groups of a server, on disk in its order; and back from there.
+"""Keeps what happened to the groups of a server on disk, in its order; and restores it from there.
 
 Always true:
 - records lie on disk in the order in which they were appended: one that is there was built on nothing that is not;

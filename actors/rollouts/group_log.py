@@ -273,7 +273,7 @@ class Spool:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether a name is one of ours, and not of a file that is still being written."""
+    """Tells whether a name is one of ours, and not of a file that is still being written."""
     return name.endswith((".arrow", ".json")) and name.split(".")[0].isdigit()
 
 
@@ -300,7 +300,7 @@ def _telling(begins: Mapping[int, int], number: int) -> dict[int, int]:
 
 
 def _is_void(name: str, begins: Mapping[int, int]) -> bool:
-    """Whether a record came when its owner had a successor."""
+    """Tells whether a record came when its owner had a successor."""
     number, owner = _written(name)
     return any(successor > owner and number >= first for successor, first in begins.items())
 

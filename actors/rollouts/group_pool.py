@@ -1,4 +1,4 @@
-"""Which groups are ready, which step has which, and who may still produce. Pure: no disk, the clock is an argument.
+"""Decides which groups are ready, which step has which, and who may still produce. Pure: no disk, the clock is an argument.
 
 With b groups per step, and weights that were version v when step f was next: step k is trained by version v + (k - f)
 at the latest (a version per step at most), so a group of version w is v + (k - f) - w old by then.
@@ -192,7 +192,7 @@ class Pool:
             self.ready.append(ReadyGroup(key, self.waiting.pop(key)))
 
     def refuse_version(self, version: int) -> str | None:
-        """Why no weights of this version can have sampled anything; None: they can. Without a bound all can."""
+        """Says why no weights of this version can have sampled anything; None: they can. Without a bound all can."""
         limit = max(self.newest, self.version + max(0, self.reached - self.version_step)) + 1
         if self.max_staleness is None or version <= limit:
             return None
@@ -237,7 +237,7 @@ class Pool:
         return self.version + max(0, step - self.version_step)
 
     def is_stale(self, version: int, frontier: int) -> bool:
-        """Whether a group of this version that comes now would be too old for the next step that can take it."""
+        """Tells whether a group of this version that comes now would be too old for the next step that can take it."""
         trained_by = self.trained_by(self._next_step(frontier))
         return self._bound is not None and trained_by - version > self._bound
 
@@ -442,7 +442,7 @@ class Pool:
         return uids, keys
 
     def may_grant(self, frontier: int) -> bool:
-        """Whether a prompt that is sampled with the present weights can be trained in time. Weights that were not told yet may be
+        """Tells whether a prompt that is sampled with the present weights can be trained in time. Weights that were not told yet may be
         newer: between a commit and `set_version` there is room for a step that the present ones are too old for."""
         if not self.paced or self._bound is None:
             return True

@@ -116,7 +116,7 @@ class GroupRows:
         return {piece.chunk for piece in self.pieces} | late
 
     def is_complete(self, late: Sequence[str]) -> bool:
-        """Whether it may be trained: closed, and every late column has all rows."""
+        """Tells whether it may be trained: closed, and every late column has all rows."""
         count = self.num_rows
         have = {
             name.removeprefix("token.").removeprefix("row."): len(rows) for name, rows in self.late.items()
@@ -149,7 +149,7 @@ def refuse_without(table: pa.Table, name: str) -> None:
 
 
 def is_constant(table: pa.Table, name: str) -> bool:
-    """Whether all trajectories of a group, by their last rows, have one value of a per-row column."""
+    """Tells whether all trajectories of a group, by their last rows, have one value of a per-row column."""
     values = values_of(table.column(f"row.{name}").combine_chunks())
     if "row.trajectory" in table.column_names:
         numbers = table.column("row.trajectory").to_numpy()[::-1]

@@ -394,7 +394,7 @@ class GroupStore:
 
     @property
     def holds_tables(self) -> bool:
-        """Whether tables are in memory."""
+        """Tells whether tables are in memory."""
         return bool(self._tables)
 
     def wait(self, rounds: int, timeout_s: float) -> None:
@@ -412,7 +412,7 @@ class GroupStore:
                 self._history.seal()
 
     def _has_ended(self) -> bool:
-        """Whether no group will ever come. What is too old may be handed out again."""
+        """Tells whether no group will ever come. What is too old may be handed out again."""
         self._tell_evicted()
         return self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
 
@@ -539,7 +539,7 @@ class GroupStore:
                 self.desk.lose([uid for uid, _ in bad], f"all have one {name!r}")
 
     def _is_done(self, uid: str, attempt: int) -> bool:
-        """Whether a reservation ends with a put of this attempt, though it kept nothing; that of a later attempt goes on."""
+        """Tells whether a reservation ends with a put of this attempt, though it kept nothing; that of a later attempt goes on."""
         handed = self.desk.book.out.get(uid)
         return uid in self.pool.reserved and (handed is None or handed.attempt == attempt)
 

@@ -1,4 +1,4 @@
-"""Which tables are in memory: those of groups that wait to be trained, up to a bound. The rest is read again.
+"""Keeps the tables of groups that wait to be trained in memory, up to a bound. The rest is read again.
 
 Always true:
 - a table that is not on disk yet stays in memory;

@@ -1,4 +1,4 @@
-"""What becomes of each group of a put: refused, known already, new, or the next part of one that grows. Pure.
+"""Decides what becomes of each group of a put: refused, known already, new, or the next part of one that grows. Pure.
 
 Always true:
 - a part of a group continues its rows: none left out, and none twice;
@@ -20,7 +20,7 @@ from raysvc.rl.schema import GroupSpan
 
 
 def is_full(pool: Pool, spans: Sequence[GroupSpan], frontier: int) -> bool:
-    """Whether there is no room for a new group of these that was not reserved."""
+    """Tells whether there is no room for a new group of these that was not reserved."""
     new = [span for span in spans if span.key not in pool.versions]
     return pool.capacity(frontier) == 0 and any(s.key[0] not in pool.reserved for s in new)
 

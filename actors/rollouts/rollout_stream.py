@@ -172,7 +172,7 @@ class RolloutStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether tables are held in memory."""
+        """Tells whether tables are held in memory."""
         return self._store is not None and self._store.holds_tables
 
     def put(self, table: pa.Table, owner: str = "", *, gate: int | None = None) -> PutResult | None:
@@ -259,7 +259,7 @@ class RolloutStream:
         return [] if self._merger is None else self._merger.broken(self.pool.steps[step])
 
     def is_there(self, step: int) -> bool:
-        """Whether a step has been formed is told elsewhere: nobody waits here."""
+        """Returns True: nobody waits here for a step to be formed."""
         return True
 
     def wait_for(self, step: int) -> float:
@@ -374,7 +374,7 @@ class RolloutStream:
         return StepPlan(step, 0, minis)
 
     def _fault(self, step: int, key: Key, roles: Sequence[Role | int]) -> str | None:
-        """Why a group alone cannot be collated; None: it can."""
+        """Says why a group alone cannot be collated; None: it can."""
         try:
             self._made(step, self._rows(step, [key], set()), roles)
         except KeyError:

@@ -1,4 +1,4 @@
-"""Which files of weights producers are reading, so that none is removed under one.
+"""Remembers the files of weights that producers are reading, so that none is removed under one.
 
 Always true:
 - a file that a living producer is reading is in use, whatever was published since;

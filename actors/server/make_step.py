@@ -1,4 +1,4 @@
-"""From a planned step to its shards: read, collate, and tell what was made. No Ray, no state.
+"""Makes the shards of a planned step: read, collate, and tell what was made. No Ray, no state.
 
 Axes: M mini-batches, K roles, R ranks of a role.
 Always true:

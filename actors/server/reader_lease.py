@@ -289,7 +289,7 @@ class ReaderLease:
         return replace(self, **kept, skipped=skipped, since_s=since_s, seats=seats, mesh=mesh)
 
     def _refused(self, group: str, rank: int, mesh: Mesh, now_s: float) -> LeaseHeld:
-        """Why a process is not let in while somebody lives."""
+        """Says why a process is not let in while somebody lives."""
         held_by, since_s = str(self.shown_holder), now_s - self.since_s
         if self.holder != group:
             return LeaseHeld(self.name, held_by, since_s)

@@ -1,4 +1,4 @@
-"""What travels between a batch server and its clients.
+"""Types that travel between a batch server and its clients.
 
 Axes: N rows of a mini-batch, R ranks, S rows and dummies of one rank.
 Always true:
@@ -275,7 +275,7 @@ class Lease:
 
     @property
     def forms(self) -> bool:
-        """Whether steps form as rollouts come, instead of being planned from the start."""
+        """Tells whether steps form as rollouts come, instead of being planned from the start."""
         return not self.entry_key
 
 

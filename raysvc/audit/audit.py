@@ -212,7 +212,7 @@ class _SourceChecks:
         return str(self._hf.decode(ids.tolist(), skip_special_tokens=True))
 
     def is_planned(self, row: AuditedRow) -> bool:
-        """Whether the job's plan has the row: one that it leaves out needs no look."""
+        """Tells whether the job's plan has the row: one that it leaves out needs no look."""
         if self.source.number is None or row.row_id is None:
             return True
         return row.row_id not in self._excluded and (self._included is None or row.row_id in self._included)

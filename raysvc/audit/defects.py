@@ -1,4 +1,4 @@
-"""What an audit looks for: each defect with its severity, what it means, and what to type.
+"""Lists the defects that an audit looks for, each with its severity, what it means, and what to type.
 
 Always true:
 - a defect is named once, here; whoever finds it in a row says the name;

@@ -99,7 +99,7 @@ class NearRows:
 
     @property
     def is_full(self) -> bool:
-        """Whether later rows are compared with the first ones alone."""
+        """Tells whether later rows are compared with the first ones alone."""
         return len(self._rows) >= MOST_ROWS
 
     def add(self, row: AuditedRow, is_eval: bool) -> tuple[float, _Sketched] | None:

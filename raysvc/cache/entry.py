@@ -273,7 +273,7 @@ class Entry:
         return 0.0
 
     def is_finished(self) -> bool:
-        """Whether there is a manifest by now."""
+        """Tells whether there is a manifest by now."""
         return True
 
     def fail(self, why: str) -> None:

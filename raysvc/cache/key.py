@@ -1,4 +1,4 @@
-"""Which inputs decide the bytes of an entry, and the name that follows from them.
+"""Names an entry by the inputs that decide its bytes.
 
 A recipe is plain JSON that says everything the bytes depend on; its hash is the name of the entry.
 

@@ -209,12 +209,12 @@ atexit.register(_end_local)
 
 
 def this_process() -> str:
-    """Who uses an entry, for display."""
+    """Names who uses an entry, for display."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def builder() -> str:
-    """Who builds an entry, for `is_being_built`."""
+    """Names who builds an entry, for `is_being_built`."""
     return f"{_BUILDER}{this_process()}"
 
 

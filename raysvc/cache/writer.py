@@ -1,4 +1,4 @@
-"""How an entry is built: parts, a receipt for each, and one manifest at the end.
+"""Builds an entry: parts, a receipt for each, and one manifest at the end.
 
 Order of what becomes visible: part file, its receipt, ... , table of the parts where they are many, tokenizer, manifest, the files for `datasets`.
 

@@ -1,4 +1,4 @@
-"""When Python's cycle collector must not run: while objects are made by the hundred thousand that stay.
+"""Stops Python's cycle collector while objects are made by the hundred thousand that stay.
 
 Always true:
 - afterwards the collector runs if it ran before, also when threads paused it beside each other.

@@ -1,4 +1,4 @@
-"""Why one row did not become tokens: a `RowFault` puts it into quarantine, a `RowDropped` leaves it out by a declared policy.
+"""Errors of a row that does not become tokens: a `RowFault` puts it into quarantine, a `RowDropped` leaves it out by a declared policy.
 
 Rooms raise them in the order in which a row passes:
 

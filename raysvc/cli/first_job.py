@@ -84,7 +84,7 @@ class Look:
 
     @property
     def unusable(self) -> str:
-        """Why no command would accept these rows, with the remedy; "": they do."""
+        """Says why no command would accept these rows, with the remedy; "": they do."""
         counts = self.row_counts
         count = sum(counts.quarantined.values())
         if count <= JobConfig.model_fields["max_quarantine"].default * counts.rows_in:

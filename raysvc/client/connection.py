@@ -55,7 +55,7 @@ def new_holder() -> str:
 
 
 def _collators_of(server: Any, lease: Lease, seat: MeshSeat | None) -> CollatorPool | None:
-    """Who makes the shards; None: the server itself. A seat has its share of the processes, on its own node."""
+    """Names who makes the shards; None: the server itself. A seat has its share of the processes, on its own node."""
     if not lease.collators:
         return None
     import ray

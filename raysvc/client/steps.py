@@ -1,4 +1,4 @@
-"""What a trainer gets for a step number: a driver refs of all ranks' shards, a rank its own arrays.
+"""Steps as a trainer gets them: a driver refs of all ranks' shards, a rank its own arrays.
 
 Axes: N rows of a mini-batch, R ranks of a role, S rows and dummies of a rank, B rows of a micro-batch, L its width.
 Always true:
@@ -63,7 +63,7 @@ class Mini:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
-    """What a trainer asks for by number.
+    """A global batch, which a trainer asks for by number.
 
     Attributes:
         index: 0-based.
@@ -200,7 +200,7 @@ def _on(device: str, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class ClientStats(NamedTuple):
-    """What a client has done since it attached.
+    """Counts of what a client has done since it attached.
 
     Attributes:
         steps: yielded.

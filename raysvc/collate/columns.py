@@ -1,4 +1,4 @@
-"""Which arrays of a cell per token travel, with their values and padding.
+"""Lists the arrays of a cell per token that travel, with their values and padding.
 
 Axes: N rows, T used tokens, S sequences.
 Always true:

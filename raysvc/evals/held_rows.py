@@ -1,4 +1,4 @@
-"""Which rows of a job are held out: evaluated (`evals.NAME.share`), and never trained.
+"""Finds the rows of a job that are held out: evaluated (`evals.NAME.share`), and never trained.
 
 1. A group's key is the sha256 of its prompt: the token ids, as little-endian int32, of its first row before the first token
    under loss. Where that is at most one token, as in plain text, or no token is under loss, it is all ids of that row.

@@ -126,7 +126,7 @@ def check_versions(python: tuple[int, ...], ray: str, nodes: Iterable[str] = ())
 
 
 def check_auth(environment: Mapping[str, str], token_file: Path) -> Finding:
-    """Who may use the cluster; the token itself is never looked at."""
+    """Checks who may use the cluster; the token itself is never looked at."""
     mode, name = environment.get("RAY_AUTH_MODE", ""), "auth"
     given = "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment
     if mode == "disabled":

@@ -1,4 +1,4 @@
-"""What a run of rollouts trained, read from its folder: the groups of each step, what became of their turns, and what was lost.
+"""Reads what a run of rollouts trained from its folder: the groups of each step, what became of their turns, and what was lost.
 
 Axes: N rows, as they were put.
 Always true:
@@ -103,7 +103,7 @@ class RolloutStep:
 
     @property
     def apart(self) -> dict[str, int]:
-        """Why rows stay apart -> how many."""
+        """Reasons why rows stay apart, each with how many."""
         return dict(sum((Counter(each.turns.apart) for each in self.groups if each.turns), Counter()))
 
     @property
@@ -153,7 +153,7 @@ class RolloutRun:
             self._stream.free()
 
     def lost(self) -> dict[str, int]:
-        """Why groups or prompts are not trained -> how many."""
+        """Reasons why groups or prompts are not trained, each with how many."""
         store, pool = self._stream.store, self._stream.pool
         if self._stream.prompts is not None:
             return dict(Counter(store.desk.book.lost.values()))

@@ -1,4 +1,4 @@
-"""Who tokenizes, and where what was made lies: sections `workers` and `cache`."""
+"""Sections `workers` and `cache` of a job: who tokenizes, and where what was made lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows go where, in which order and shape: section `plan`."""
+"""Section `plan` of a job: which rows go where, in which order and shape."""
 
 from __future__ import annotations
 

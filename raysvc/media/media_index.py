@@ -1,4 +1,4 @@
-"""Which media an entry refers to, in a file of its folder: `media-<16 digits>.bin`, the digests in binary, sorted.
+"""Lists the media that an entry refers to, in a file of its folder: `media-<16 digits>.bin`, the digests in binary, sorted.
 
 The manifest's report names it (`report["media"]["digests"]`), so that gc and `cache verify` need not read the parts.
 

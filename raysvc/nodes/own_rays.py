@@ -1,4 +1,4 @@
-"""Which local Rays this user's processes have started on this machine, and the one that a command without an address means.
+"""Finds the local Rays that this user's processes have started on this machine, and the one that a command without an address means.
 
     <tmp>/raysvc-<uid>/rays/<pid>     address of the Ray that the process started, and who is let in; removed when it ends it
 
@@ -135,7 +135,7 @@ def _folder() -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can write there: the temporary folder is everybody's."""
+    """Tells whether nobody else can write there: the temporary folder is everybody's."""
     try:
         facts = folder.parent.lstat(), folder.lstat()
     except OSError:

@@ -102,7 +102,7 @@ def _states(
 
 
 def what_is_missing(bundles: Sequence[Resources], nodes: Sequence[Mapping[str, float]]) -> str | None:
-    """Why the bundles do not fit on nodes of these resources; None when they do.
+    """Says why the bundles do not fit on nodes of these resources; None when they do.
 
     Bundles fit when each finds room on a node: the largest first, on the first node that has it. Nodes that are filled
     before others are begun is what PACK asks of Ray too.
@@ -128,7 +128,7 @@ def what_is_missing(bundles: Sequence[Resources], nodes: Sequence[Mapping[str, f
 
 
 def no_room(bundles: Sequence[Resources], selector: Selector = {}) -> str | None:  # noqa: B006 - only read
-    """Why the present nodes with these labels can never hold the bundles; None when they can."""
+    """Says why the present nodes with these labels can never hold the bundles; None when they can."""
     nodes = living_nodes()
     fit = nodes_with(selector, nodes)
     if not fit:

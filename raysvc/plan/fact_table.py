@@ -1,4 +1,4 @@
-"""How an entry, a plan, a step or a shard looks in a notebook: a small table, every text escaped."""
+"""Shows an entry, a plan, a step or a shard in a notebook: a small table, every text escaped."""
 
 from __future__ import annotations
 

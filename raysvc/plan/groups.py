@@ -1,4 +1,4 @@
-"""Which rows form a group.
+"""Finds the rows of each group.
 
 Axes: N rows, G groups.
 Always true:

@@ -1,4 +1,4 @@
-"""In which order the groups of an epoch come: a keyed permutation with random access.
+"""Orders the groups of an epoch by a keyed permutation with random access.
 
 Axes: G groups, P positions asked for.
 

@@ -1,4 +1,4 @@
-"""Which sequences share a packed row.
+"""Packs sequences into rows that they share.
 
 Axes: N sequences, P packs.
 

@@ -1,4 +1,4 @@
-"""Which rows are in which step, mini-batch, rank and micro-batch.
+"""Says which rows are in which step, mini-batch, rank and micro-batch.
 
 Axes: N rows, G groups, R ranks.
 Always true:

@@ -1,4 +1,4 @@
-"""Which rank gets which rows of a mini-batch, in which micro-batches.
+"""Deals the rows of a mini-batch to ranks and micro-batches.
 
 Axes: N rows of the mini-batch, R ranks, S rows and B lines of one rank. A line is one row of the rank's 2-D
 arrays: a row where rows are padded, a pack or a window of several rows otherwise.

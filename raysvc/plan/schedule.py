@@ -1,4 +1,4 @@
-"""How many steps, mini-batches and optimizer steps a run has, from counts alone.
+"""Counts the steps, mini-batches and optimizer steps of a run, from numbers of rows alone.
 
 Axes: G groups of one epoch, B groups of a full step, M groups of a full mini-batch.
 Always true:

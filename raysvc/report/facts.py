@@ -1,4 +1,4 @@
-"""What a report tells, gathered from an entry, its plan and a run folder.
+"""Gathers what a report tells, from an entry, its plan and a run folder.
 
 Always true:
 - nothing is estimated: figures are counts of the entry, of the plan's steps, or lines of the run's own log;

@@ -66,7 +66,7 @@ class Group:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What makes two puts the same."""
+        """The pair (uid, attempt), which makes two puts the same."""
         return self.uid, self.attempt
 
 

@@ -204,7 +204,7 @@ def values_of(array: pa.Array) -> npt.NDArray[Any]:
 
 
 def _is_one(values: Any) -> bool:
-    """Whether it is a value and no list; vectors of several lengths must not become one array for that."""
+    """Tells whether it is a value and no list; vectors of several lengths must not become one array for that."""
     return getattr(values, "ndim", None) == 0 or not hasattr(values, "__len__")
 
 

@@ -1,4 +1,4 @@
-"""What a step of rollouts was made of, row by row: what producers put into the per-row columns, lengths, weight versions.
+"""Facts of a step of rollouts, row by row: what producers put into the per-row columns, lengths, weight versions.
 
 Axes: N rows, as they were put: merged turns are several.
 Always true:

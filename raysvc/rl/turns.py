@@ -119,7 +119,7 @@ def find_turns(rows: TurnRows) -> Turns:
 
 
 def _why_apart(rows: TurnRows, row: int, kept: int, used: npt.NDArray[np.bool_]) -> str | None:
-    """Why a row that another begins with is not held by it; None: it is."""
+    """Says why a row that another begins with is not held by it; None: it is."""
     length = len(rows.ids[row])
     for name, values in rows.whole.items():
         if not np.array_equal(values[row], values[kept]):

@@ -1,4 +1,4 @@
-"""Why computed columns are not in the cache: in what those that were computed for the same rows differ."""
+"""Explains why computed columns are not in the cache: in what those that were computed for the same rows differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns a job wants computed for its rows.
+"""Names the columns that a job wants computed for its rows.
 
 Always true:
 - an objective that needs a reference, and whose rows bring none, has that of `trainer.model`;

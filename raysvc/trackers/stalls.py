@@ -1,4 +1,4 @@
-"""Whose fault it was when a step waited for data: one line a step, totals for a run.
+"""Says whose fault it was when a step waited for data: one line a step, totals for a run.
 
 Pure: seconds in, words out.
 

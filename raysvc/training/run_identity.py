@@ -1,4 +1,4 @@
-"""Which job a run folder belongs to: `<run_dir>/run.json`, written before the first step.
+"""Keeps the job of a run folder, in `<run_dir>/run.json`, written before the first step.
 
 Always true:
 - of processes that write it at the same time one wins, and the others stop;

@@ -1,4 +1,4 @@
-"""Which prompts of a stream were handed out, under which attempt, and what became of them. Pure: no disk, no clock.
+"""Remembers the prompts of a stream that were handed out, under which attempt, and what became of them. Pure: no disk, no clock.
 
 A prompt is a position of the stream: a row of the source in an epoch. It is under way (`out`), waits to be handed out again (`back`),
 was put, or is lost for good (`lost`, with the reason).

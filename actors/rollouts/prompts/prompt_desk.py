@@ -86,14 +86,14 @@ class PromptDesk:
 
     @property
     def is_ended(self) -> bool:
-        """Whether there was a stream, and nothing of it is left to hand out or under way."""
+        """Tells whether there was a stream, and nothing of it is left to hand out or under way."""
         book = self.book
         return (
             self._rules is not None and book.next >= self._rules.source.total and not (book.back or book.out)
         )
 
     def refuses(self, key: Key) -> bool:
-        """Whether a put of rows that were never put comes from an attempt that does not count any more.
+        """Tells whether a put of rows that were never put comes from an attempt that does not count any more.
 
         Raises:
             SourceError: nobody was handed this prompt.

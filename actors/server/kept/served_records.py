@@ -1,4 +1,4 @@
-"""How the steps of a server were made whose trainer is not ours, beside its leases.
+"""Records how steps were made for a trainer that is not ours, beside the server's leases.
 
     served/000000000000.json    {"step": 0, "dp_size": null, "spec": {...}}
 

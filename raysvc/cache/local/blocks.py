@@ -1,4 +1,4 @@
-"""Which bytes of a mapped part have been compared with what its builder wrote.
+"""Remembers the bytes of a mapped part that have been compared with what its builder wrote.
 
 A part is checked in blocks of `BLOCK` bytes, each before the first row in it is read. So a random batch of a large
 entry reads a block for each row, not every part; a scan compares every block once.

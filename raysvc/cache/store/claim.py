@@ -1,4 +1,4 @@
-"""Who may write into a folder: its owner, of whom there is one at a time, on every store.
+"""Gives a folder one owner at a time, who alone may write into it, on every store.
 
     owners/000000000007.json                the seventh owner, and who that is
     owners/000000000007.<nonce>.<beat>      its sign of life: a new one every BEAT_S, and then the old one goes

@@ -1,4 +1,4 @@
-"""Which failures of a remote store pass by themselves, and how long to wait for that.
+"""Tells the failures of a remote store that pass by themselves, and waits for that.
 
 Always true:
 - pauses double from `FIRST_PAUSE_S`, with jitter; after `ATTEMPTS` attempts or `DEADLINE_S` no other one begins;

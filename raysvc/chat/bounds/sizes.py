@@ -1,4 +1,4 @@
-"""How large a value of a chat template may become: what is asked before an operation that Python does in one step.
+"""Bounds how large a value of a chat template may become, before an operation that Python does in one step.
 
 Nothing can end such a step from outside, so it is measured before it begins: `'0' * 10**10`, `text.center(10**9)`.
 

@@ -483,7 +483,7 @@ def _shared_words(text: str, other: Any) -> str:
 
 
 def refused_why(name: str) -> str:
-    """Why a column is refused, and what to do."""
+    """Says why a column is refused, and what to do."""
     nothing = f"source.ignore: [{name}] says that it has no meaning here"
     if name in KTO:
         return f"a label (KTO) is of source.format: kto, where the last message is what it judges; {nothing}"

@@ -1,4 +1,4 @@
-"""Which messages of a conversation are trained, by `train_on` and by the weights that messages carry."""
+"""Finds the messages of a conversation that are trained, by `train_on` and by the weights that messages carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a tokenizer could not be loaded, and what to do about it.
+"""Explains why a tokenizer could not be loaded, and what to do about it.
 
 Always true:
 - a file of the folder that is broken is named, and so is code that was not allowed to run or that failed.

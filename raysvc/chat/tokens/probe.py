@@ -1,4 +1,4 @@
-"""Which encoder a tokenizer gets: the fastest that is seen to be equal to the reference.
+"""Chooses the encoder of a tokenizer: the fastest that is seen to be equal to the reference.
 
 Always true:
 - a fast encoder is used only after it gave equal ids on the probe texts, which hold every added token, and those that touch each other;

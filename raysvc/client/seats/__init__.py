@@ -1,1 +1,1 @@
-"""Which seat of a mesh this process has: from its arguments, from torch, or from the environment of its launch."""
+"""Finds the seat of this process in a mesh: from its arguments, from torch, or from the environment of its launch."""
