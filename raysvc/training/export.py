@@ -85,8 +85,13 @@ def write_model(
 
 
 def best_steps(job: JobConfig) -> int | None:
-    """Steps of the best model of a job's run; None where its job keeps none, or before its first eval."""
-    newest = RunFolder(absolute(job.run_dir)).newest() if job.trainer.keep_best else None
+    """Steps of the best model of a job's run; None where its job keeps none, before its first eval, and where the newest checkpoint,
+    which says it, is damaged: then that one is the one to export, and refused.
+    """
+    try:
+        newest = RunFolder(absolute(job.run_dir)).newest() if job.trainer.keep_best else None
+    except CheckpointDamaged:
+        return None
     return None if newest is None else EvalDecisions.of(job.trainer, newest.state).best_steps
 
 

@@ -314,4 +314,6 @@ def goal(job: JobConfig) -> dict[str, Any]:
 
 def is_over(state: Mapping[str, Any], job: JobConfig) -> bool:
     """Returns whether a checkpoint with this state is the end of a job: it has all steps, or its evals stopped the run there."""
-    return state.get("done_for") == goal(job) or EvalDecisions.of(job.trainer, state).stops
+    trained, wanted = state.get("data", {}).get("frontier", 0), job.trainer.max_steps
+    has_all = state.get("done_for") == goal(job) or (wanted is not None and trained >= wanted)
+    return has_all or EvalDecisions.of(job.trainer, state).stops

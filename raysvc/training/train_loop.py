@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -87,13 +88,15 @@ def run_job(
         decisions = EvalDecisions.of(job.trainer, checkpoint.state)
         already = "stopped early" if decisions.stops else "complete"
         progress(Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": already}, final=True))
-        if not folder.model.exists():
-            export(job, folder.model)
         known = folder.summary()
-        if known is None or known["steps"] != checkpoint.step:  # it was killed before it wrote another
+        told = known if known and known["steps"] == checkpoint.step and known.get("model") else None
+        if told is None or not folder.model.exists():
+            shutil.rmtree(folder.model, ignore_errors=True)  # of an end before this one
+            export(job, folder.model)
+        if told is None:  # it was killed, or asked to stop, before it wrote another
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0, decisions=decisions)
         return {
-            **known,
+            **told,
             "cache": cache_facts(entry),
             "left_out": left_out(entry),
             "resumed_from": checkpoint.step,

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 import raysvc
 from raysvc.cli.main import app
 from raysvc.errors import StateMismatch
+from raysvc.job.job_file import load_job
+from raysvc.training import train_loop
+from raysvc.training.export import export
 from raysvc.training.run_folder import RunFolder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -133,3 +136,46 @@ def test_a_run_that_is_killed_between_an_eval_and_its_checkpoint_ends_like_one_t
         assert summary[name] == calm[name], name
     assert weights(run / "model") == weights(tmp_path / "calm" / "model")
     assert steps_kept(run) == steps_kept(tmp_path / "calm") == [2, 4]
+
+
+class Died(Exception):
+    """Stands for a kill."""
+
+
+def die_of_it(*_: Any, **__: Any) -> None:
+    raise Died
+
+
+def test_a_run_that_went_on_has_the_model_of_its_last_end_and_not_of_an_earlier_one(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, run = (
+        rising_job(tmp_path, sample, "longer", stop_after=None, learning_rate=1e-3),
+        tmp_path / "longer",
+    )
+
+    def exported(steps: int) -> bytes:
+        out = tmp_path / f"out{steps}"
+        if not out.exists():
+            export(load_job(job), out, steps)
+        return weights(out)
+
+    assert raysvc.train(job, trainer={"max_steps": 2})["steps"] == 2
+    assert weights(run / "model") == exported(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_loop, "write_model", die_of_it)
+        with pytest.raises(Died):
+            raysvc.train(job, trainer={"max_steps": 4, "resume": "changed"})
+    assert weights(run / "model") == exported(2), "nobody has written another one"
+    summary = raysvc.train(job, trainer={"max_steps": 4, "resume": "changed"})
+    assert (summary["steps"], summary["best"]["steps"]) == (4, 4)
+    assert weights(run / "model") == exported(4) != weights(tmp_path / "out2")
+
+    asked = iter((False, True))
+    stopped = raysvc.train(
+        job, trainer={"max_steps": 8, "resume": "changed"}, should_stop=lambda: next(asked)
+    )
+    assert (stopped["steps"], stopped["model"]) == (6, None)
+    ended = raysvc.train(job, trainer={"max_steps": 6, "resume": "changed"})
+    assert (ended["steps"], ended["model"]) == (6, str(run / "model"))
+    assert weights(run / "model") == exported(ended["best"]["steps"])

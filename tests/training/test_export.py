@@ -138,6 +138,28 @@ def test_mistakes_are_one_line(tmp_path: Path, job: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_an_earlier_checkpoint_is_exported_also_where_the_newest_which_names_the_best_is_damaged(
+    tmp_path: Path, job: Path
+) -> None:
+    sections = yaml.safe_load(job.read_text())
+    best = {"keep_best": {"eval": "held"}, "eval_every_steps": 2}
+    job.write_text(
+        yaml.safe_dump(
+            {**sections, "evals": {"held": {"share": 0.1}}, "trainer": {**sections["trainer"], **best}}
+        )
+    )
+    for step in (2, 4):
+        save(RunFolder(tmp_path / "run"), trained(64), step)
+    (newest,) = tmp_path.glob("run/checkpoints/step-00000004.*/state.json")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    refused = run("-c", str(job), "--out", str(tmp_path / "out"))
+    assert refused.exit_code == 2
+    assert "state.json: is not the JSON that was written" in refused.stderr
+    assert "restore it, or export the one before: --step 2" in refused.stderr
+    taken = run("-c", str(job), "--step", "2", "--out", str(tmp_path / "out"))
+    assert (taken.exit_code, taken.stdout) == (0, f"model of step 2: {tmp_path / 'out'}\n")
+
+
 def test_a_tokenizer_that_is_loaded_beside_the_training_saves_what_one_loaded_at_the_end_does(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
