@@ -53,9 +53,10 @@ def _compare(config: object, others: list[str], words: list[str] | None, html: P
     if not isinstance(config, JobConfig):
         what = "is compared with what is not a run of raysvc train"
         raise ConfigError(others[0], what, "name the folders of two such runs")
-    if words is not None and len(words) > len(others):
-        key = next(word for word in words if "=" in word)
-        raise ConfigError(key, "changes a job, and runs are compared as they ran", "leave it out")
+    for word in (word for word in words or () if not further_runs([word])):
+        if "=" in word:
+            raise ConfigError(word, "changes a job, and runs are compared as they ran", "leave it out")
+        raise ConfigError(word, "is no folder of a run", "name one, or leave it out")
     runs = read_runs([config.run_dir, *others])
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(render_comparison(runs))

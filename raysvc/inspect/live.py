@@ -12,6 +12,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,8 +159,11 @@ def _line(facts: Mapping[str, Any], earlier: Mapping[str, Any], passed_s: float)
         return Line(name)
     told = (facts.get("trainer") or {}) if state == "held" else {}
     steps_per_s = told.get("steps_per_s")
-    if passed_s and earlier.get("frontier") is not None and state == "held":
-        steps_per_s = (facts["frontier"] - earlier["frontier"]) / passed_s
+    steps = facts["frontier"] - earlier.get(
+        "frontier", math.inf
+    )  # negative where a trainer went back to its checkpoint
+    if passed_s and steps >= 0 and state == "held":
+        steps_per_s = steps / passed_s
     return Line(
         name=name,
         state=state,

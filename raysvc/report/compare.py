@@ -111,8 +111,13 @@ def fields_that_differ(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
 
 def rows_in_words(runs: Sequence[RunFacts]) -> str:
     """Says whether the runs trained the same rows in the same steps."""
-    if any(run.entry_keys is None or run.entry_keys != runs[0].entry_keys for run in runs):
+    if unknown := [run.name for run in runs if run.entry_keys is None]:
+        what = f"of which entries the rows of {unknown[0]} are, since its run.json is missing or damaged"
+        return f"It is not known {what}, so rows cannot be compared by id."
+    if any(run.entry_keys != runs[0].entry_keys for run in runs):
         return "The runs are of different entries, so their rows cannot be compared by id."
+    if without := [run.name for run in runs if not run.rows]:
+        return f"{without[0]} has no row log (rows.jsonl), so rows cannot be compared."
     apart = next((step for step, ids in enumerate(zip(*(run.rows for run in runs))) if _differ(ids)), None)  # noqa: B905 - as far as both go
     both = min(len(run.rows) for run in runs)
     if apart is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_rows_of_other_entries_are_not_compared_and_three_runs_are(tmp_path: Pat
     told = compare(runs[0], elsewhere, "--out", tmp_path / "p.html")
     assert isinstance(told, dict)
     assert "different entries" in told["rows"]
+    for name, said in (
+        (
+            FILE,
+            "It is not known of which entries the rows of c are, since its run.json is missing or damaged",
+        ),
+        ("rows.jsonl", "b has no row log (rows.jsonl)"),
+    ):
+        (next(run for run in runs if run.name in said.split()) / name).unlink()
+        told = compare(*runs, "--out", tmp_path / "p.html")
+        assert isinstance(told, dict)
+        assert said in told["rows"]
+        shutil.copy(runs[0] / FILE, runs[2])
 
 
 def test_mistakes_are_one_line_and_leave_no_page(tmp_path: Path) -> None:
@@ -94,6 +107,7 @@ def test_mistakes_are_one_line_and_leave_no_page(tmp_path: Path) -> None:
         ((one, empty), "has trained no step"),
         ((one, tmp_path), "has trained no step"),
         ((one, two, "plan.seed=3"), "plan.seed=3: changes a job, and runs are compared as they ran"),
+        ((one, two, "ohter"), "ohter: is no folder of a run; name one, or leave it out"),
     ):
         said = compare(*words, "--out", page, code=2)
         assert isinstance(said, str)

@@ -47,6 +47,13 @@ def test_a_line_is_what_the_trainer_says_and_steps_are_between_two_looks() -> No
     )
 
 
+def test_a_trainer_that_went_back_to_its_checkpoint_has_no_negative_rate() -> None:
+    facts = {**FACTS, "trainer": TOLD}
+    (line,) = lines(Snapshot(104.0, [{**facts, "frontier": 4}]), Snapshot(100.0, [facts]))
+    assert (line.step, line.steps_per_s) == (4, 0.5), "the trainer's own rate"
+    assert cells_of(line)["left"] == "3m12s"
+
+
 def test_what_a_dead_trainer_said_is_not_shown() -> None:
     (line,) = lines(Snapshot(1.0, [{**FACTS, "state": "lapsed", "seen_s": 99.0, "trainer": TOLD}]))
     assert (line.trainer, line.step, line.lease_age_s) == ("host:1:x", 10, 99.0)
