@@ -60,7 +60,10 @@ class Journal:
         for number in numbers:
             path, data = f"{self._store.url}/{_name(number)}", self._store.read(_name(number))
             try:
-                return opened_if_sealed(data)
+                record = opened_if_sealed(data)
+                if record.pop("number", number) != number:
+                    raise ValueError("is another record, under this name")
+                return record
             except ValueError as error:
                 log.warning("passed over a record of a journal: %s %s", path, error)
                 first = first or StoreError(path, str(error), REMEDY)
@@ -93,9 +96,10 @@ class Journal:
     def _write(self, record: Mapping[str, Any]) -> list[int]:
         """Write the next record; returns the numbers before it."""
         older = self._numbers() if self._kept is None else self._kept
-        data = sealed(record)
-        while not self._store.create(_name(number := max(older, default=0) + 1), data):
+        number = max(older, default=0) + 1
+        while not self._store.create(_name(number), sealed({**record, "number": number})):
             older = self._kept = self._numbers()
+            number = max(older, default=0) + 1
         self._kept = [number]
         return older
 

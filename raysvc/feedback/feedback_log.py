@@ -65,7 +65,8 @@ class FeedbackLog:
 
     def add(self, number: int, decision: Decision) -> bool:
         """Keep a decision as number so many; False: that number is taken."""
-        return self._store.create(f"decisions/{number:012d}.json", sealed(decision.to_json()))
+        record = {**decision.to_json(), "number": number}
+        return self._store.create(f"decisions/{number:012d}.json", sealed(record))
 
     def report(self, outcomes: RowOutcomes, known: int) -> None:
         """Keep outcomes of whole steps.
@@ -120,7 +121,10 @@ class FeedbackLog:
     def _decision(self, number: int) -> Decision:
         name = f"decisions/{number:012d}.json"
         try:
-            return Decision.from_json(opened_if_sealed(self._store.read(name)))
+            record = opened_if_sealed(self._store.read(name))
+            if record.get("number", number) != number:
+                raise ValueError("it is another one")
+            return Decision.from_json(record)
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             what = f"decision {number} of this run is missing or damaged ({type(error).__name__})"
             remedy = "restore the file: without it the steps after it cannot be made again"

@@ -61,7 +61,9 @@ def tokenized_again(job: JobConfig, source_row: int) -> RowAgain:
             rows = read_rows(piece, job.source.storage_options)
             row = next((row for row in rows if row.source_row == source_row), None)
             if row is None:
-                break
+                raise SourceError(
+                    "source", f"row {source_row} is an empty line", "give the number of another row"
+                )
             desk = None
             if plan.processor is not None:
                 desk = desk_of(plan.spec, None, job.source.storage_options, plan.processor)

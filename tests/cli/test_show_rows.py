@@ -137,3 +137,7 @@ def test_a_row_of_a_source_is_found_by_its_own_number_where_rows_before_it_were_
     assert "--source-row" in missing.stderr
     beyond = runner.invoke(app, ["show", str(job), "--source-row", "3"])
     assert "its rows have the numbers 0 to 2" in beyond.stderr
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n" + rows.read_text())
+    empty = runner.invoke(app, ["show", str(job), "--source-row", "0"])
+    assert "row 0 is an empty line" in empty.stderr

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raysvc.actors.model.load_model import load_lm, read_config
+from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.builds.serve_log import read_served
@@ -126,6 +127,53 @@ def test_every_damage_of_a_record_is_refused_by_name_and_nothing_runs(
         assert not marker.exists(), what
     path.write_bytes(good)
     read()
+
+
+def decisions(folder: Path) -> Case:
+    log = FeedbackLog(str(folder))
+    for number in range(2):
+        log.add(number, Decision("weights", 4, None, (number, 1), (), {}))
+    return folder / "decisions", lambda: FeedbackLog(str(folder)).decisions()
+
+
+def served_lines(folder: Path) -> Case:
+    for step in range(2):
+        spec = ServeSpec(
+            name=f"s{step}", sources=(), plan=PlanConfig(), pad_token_id=0, journal=f"{folder}/server"
+        )
+        ServedRecords(f"{folder}/server", {}).keep(step, spec)
+    return folder / "server" / "served", lambda: read_served(str(folder), 2)
+
+
+def journal(folder: Path) -> Case:
+    Journal(str(folder)).save(lambda: {"leases": {"": {"fence": 1}}})
+    older = (folder / f"{1:012d}.json").read_bytes()
+    Journal(str(folder)).save(lambda: {"leases": {"": {"fence": 5}}})
+    (folder / f"{3:012d}.json").write_bytes(older)
+    return folder, lambda: Journal(str(folder)).load()
+
+
+@pytest.mark.parametrize("make", [decisions, served_lines])
+def test_whole_records_that_changed_places_are_refused_by_name(
+    tmp_path: Path, make: Callable[[Path], Case]
+) -> None:
+    folder, read = make(tmp_path / "folder")
+    read()
+    first, second = sorted(folder.iterdir())
+    (tmp_path / "aside").write_bytes(second.read_bytes())
+    first.replace(second)
+    (tmp_path / "aside").replace(first)
+    with pytest.raises(UserMistake) as raised:
+        read()
+    assert raised.value.where == str(first)
+
+
+def test_an_older_record_of_a_journal_under_a_newer_name_does_not_count(tmp_path: Path) -> None:
+    folder, read = journal(tmp_path / "folder")
+    assert read() == {"leases": {"": {"fence": 5}}}
+    (folder / f"{2:012d}.json").unlink()
+    with pytest.raises(UserMistake, match=r"000000000003\.json: is another record, under this name"):
+        read()
 
 
 def test_a_changed_bit_in_the_record_of_an_owner_is_an_owner_that_nobody_knows(tmp_path: Path) -> None:

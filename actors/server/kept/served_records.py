@@ -24,10 +24,10 @@ from raysvc.errors import StoreError
 NOT_KEPT: Any = {"storage_options": True, "evals": True, "rollouts": {"prompts": {"storage_options"}}}
 
 
-def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
+def served_line(step: int, dp_size: int | None, spec: ServeSpec, **more: int) -> dict[str, Any]:
     """Describes how the steps from `step` on are made; its ranks are None if only the trainer knows them."""
     kept = spec.lasting().model_dump(mode="json", exclude=NOT_KEPT)
-    line = {"step": step, "dp_size": dp_size, "spec": kept}
+    line = {"step": step, "dp_size": dp_size, "spec": kept, **more}
     return {**line, SEAL: seal_of(line)}
 
 
@@ -52,6 +52,7 @@ class ServedRecords:
             if (
                 line[SEAL] == seal_of({key: line[key] for key in line if key != SEAL})
                 and _bytes_of(line) == data
+                and line.get("number") in (None, int(name.removesuffix(".json")))
             ):
                 return line
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -61,12 +62,14 @@ class ServedRecords:
 
     def keep(self, step: int, spec: ServeSpec) -> None:
         """Say how the steps from here on are made."""
-        lines, line = self.lines(), served_line(step, None, spec)
+        lines = self.lines()
+        number = len(lines)
+        line = served_line(step, None, spec, number=number)
         if lines and lines[-1]["spec"] == line["spec"]:
             return
-        number = len(lines)
         while not self._store.create(f"{number:012d}.json", _bytes_of(line)):
             number += 1  # an earlier owner came that far
+            line = served_line(step, None, spec, number=number)
 
 
 def _bytes_of(line: Mapping[str, Any]) -> bytes:
