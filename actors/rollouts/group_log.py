@@ -25,7 +25,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -78,6 +78,7 @@ class Spool:
         self.url = self._store.url
         self._next: int | None = None  # number of the next record; None: not listed yet
         self._counts = Counts()  # of what is there
+        self._is_clean = False  # whether all that was forgotten is removed
         self._begins: dict[int, int] | None = None  # of each owner until now; None: not read yet
 
     def begin(self) -> None:
@@ -129,8 +130,7 @@ class Spool:
         Raises:
             StoreError: it is damaged.
         """
-        events: list[Event] | None = self._json(f"events/{name}")
-        return events or []
+        return [event for events in self._said(f"events/{name}") for event in events]
 
     def missing(self, forgotten: ForgottenGroups, snapshot: str | None) -> list[str]:
         """What is gone and was not forgotten, a line each; nothing where another process may be writing.
@@ -171,33 +171,38 @@ class Spool:
         return ForgottenGroups(kept_from, groups, tables, trained)
 
     def forget(self, what: ForgottenGroups) -> None:
-        """Keep what goes, on top of what went before. None of it is removed yet; many records become one."""
-        self._write_forgotten(what)
-        names = self._listed("forgotten")
-        if len(names) > MOST_FORGOTTEN:
-            self._write_forgotten(self.forgotten())  # raises where another server owns the folder by now
+        """Keep what goes, on top of what went before. None of it is removed yet; the lines of many records become one."""
+        groups = [[*key, version] for key, version in what.groups.items()]
+        record = {**vars(what), "groups": groups, "tables": dict(what.tables)}
+        self._write("forgotten", what.kept_from, record)
+        names = sorted(self._listed("forgotten"), key=_written)
+        if len(names) > MOST_FORGOTTEN:  # as they are: what all groups say would take much memory
+            lines = dict.fromkeys(
+                line for name in names for line in self._read(f"forgotten/{name}").splitlines()
+            )
+            kept_from = max(map(_number, names))
+            self._keep(
+                "forgotten", f"{kept_from:012d}.", "json", b"\n".join(lines)
+            )  # raises where another server owns the folder by now
             for name in names:
                 self._store.delete(f"forgotten/{name}")
 
-    def remove_forgotten(self) -> int:
-        """Remove what was forgotten, and what an earlier call did not come to; returns how many files went."""
-        what = self.forgotten()
+    def remove_forgotten(self, what: ForgottenGroups) -> int:
+        """Remove what was forgotten just now; the first call all that ever was, for an earlier process may not have come to it.
+
+        Returns:
+            how many files went.
+        """
+        if not self._is_clean:
+            what = self.forgotten()
+        self._is_clean = False  # until all of it went
         gone = [f"{folder}/{name}" for folder, name in self.history() if name in what.tables]
         steps = [name for name in self._listed("steps") if _number(name) < what.kept_from]
         gone += [f"steps/{name}" for name in steps]
         for name in gone:
             self._store.delete(name)
+        self._is_clean = True
         return len(gone)
-
-    def _write_forgotten(self, what: ForgottenGroups) -> None:
-        groups = [[*key, version] for key, version in what.groups.items()]
-        record = {
-            "kept_from": what.kept_from,
-            "groups": groups,
-            "tables": dict(what.tables),
-            "trained": what.trained,
-        }
-        self._write("forgotten", what.kept_from, record)
 
     def _stamp(self) -> str:
         """Number and owner of the next record, and what makes its name its own."""
@@ -253,23 +258,19 @@ class Spool:
     def _read(self, path: str) -> bytes:
         return read_named(self._store, path, REMEDY)
 
-    def _json(self, path: str) -> Any:
-        """Returns what a record says; None for one that is torn, or gone."""
-        try:
-            data = self._read(path)
-        except FileNotFoundError:
-            return None
-        try:
-            return json.loads(data)
-        except ValueError:
-            log.warning("passed over a torn file: %s", path)
-            return None
+    def _said(self, path: str) -> Iterator[Any]:
+        """Yields what the lines of a record say; nothing for one that is torn, or gone."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._read(path).splitlines():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    log.warning("passed over a torn file: %s", path)
 
     def _records(self, folder: str) -> Iterable[dict[str, Any]]:
         """Yields records of steps, or of what was forgotten, in the order in which they were written."""
         for name in sorted(self._listed(folder), key=_written):
-            if (record := self._json(f"{folder}/{name}")) is not None:
-                yield record
+            yield from self._said(f"{folder}/{name}")
 
 
 def _is_whole(name: str) -> bool:

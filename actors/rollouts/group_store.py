@@ -383,14 +383,14 @@ class GroupStore:
                 # what is said of the groups that go is not read from their files any more
                 ticket = self._history.snapshot() if is_new else self._history.last
             self._history.wait(ticket)
+            what = ForgottenGroups(0, {}, {})
             if is_new:
-                self._spool.forget(
-                    ForgottenGroups(step, versions, files, self.pool.trained_below(step))
-                )  # nothing is forgotten before it is on disk
+                what = ForgottenGroups(step, versions, files, self.pool.trained_below(step))
+                self._spool.forget(what)  # nothing is forgotten before it is on disk
                 with self.changed:
                     self.pool.forget_below(step)
                     self._forget(gone, files)
-            return self._spool.remove_forgotten()
+            return self._spool.remove_forgotten(what)
 
     @property
     def holds_tables(self) -> bool:

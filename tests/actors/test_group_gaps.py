@@ -105,6 +105,24 @@ def test_what_was_forgotten_summed_up_or_written_in_vain_is_not_missed(
     assert missed(tmp_path, caplog) == []
 
 
+def test_to_forget_reads_nothing_of_what_was_forgotten_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = PosixStore.read
+    monkeypatch.setattr(
+        PosixStore, "read", lambda self, path, *span: read.append(path) or real(self, path, *span)
+    )
+    with owned(tmp_path) as rollouts:
+        for step in range(12):
+            some_steps(rollouts, range(step, step + 1))
+            rollouts.forget_below(step + 1)
+            assert not list(tmp_path.glob("groups/*")), "it is removed"
+            if step == 0:
+                read.clear()
+    assert [path for path in read if "forgotten" in path] == []
+
+
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "open", "close", "late", "train", "drop", "reserve", "forget", "restart", "full", "late answer"]),
