@@ -120,7 +120,11 @@ def test_to_forget_reads_nothing_of_what_was_forgotten_before(
             assert not list(tmp_path.glob("groups/*")), "it is removed"
             if step == 0:
                 read.clear()
-    assert [path for path in read if "forgotten" in path] == []
+        assert [path for path in read if "forgotten" in path] == []
+        put(rollouts, 99)
+        rollouts.store.drop(["g99"])
+        assert rollouts.forget_below(12) == rollouts.forget_below(3) == 0, "nothing more was forgotten"
+        assert len(list(tmp_path.glob("groups/*"))) == 1
 
 
 ACTS = st.lists(
