@@ -60,7 +60,7 @@ test-nfs: dev
 # The cache on your own S3 server instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may create a bucket.
 test-s3: dev
 	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
-	$(BIN)/python -m pytest tests/cache
+	$(BIN)/python -m pytest tests/cache tests/actors/test_owned_state.py tests/actors/test_no_room.py tests/client/test_asleep.py tests/client/test_journal_urls.py
 
 # On a machine with a CUDA device, in at most eight minutes: what staging does there, as one JSON object and a table.
 gpu: dev

@@ -215,5 +215,8 @@ def s3_server() -> Iterator[Any]:
     spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        if (given := module.given_server()) is not None:
+            yield given
+            return
         with module.moto_server() as server:
             yield server
