@@ -106,7 +106,7 @@ def conversation(draw: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pairs(slice_tokenizer: Any) -> Any:
-    """Template -> (tokenizer with everything, one without `_framed` and with the reference encoder)."""
+    """Template -> (tokenizer with everything, one without `_decides_alone` and with the reference encoder)."""
     made: dict[str, tuple[SliceTokenizer, SliceTokenizer]] = {}
 
     def pair(name: str, **options: Any) -> tuple[SliceTokenizer, SliceTokenizer]:
@@ -115,7 +115,7 @@ def pairs(slice_tokenizer: Any) -> Any:
             fast, slow = slice_tokenizer(name, **options), slice_tokenizer(name, **options)
             for has_tools in (False, True):
                 finder = slow._rows.renderer._template(has_tools)[1]
-                finder._framed = lambda *_: None
+                finder._decides_alone = lambda *_: False
             slow._encoder = slow._reference
             made[key] = (fast, slow)
         return made[key]

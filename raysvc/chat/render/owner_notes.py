@@ -3,8 +3,8 @@
 1. Before a template is compiled, every `for` of its root gets a note at the beginning of a step, of what the step is about,
    and one behind the loop. In a loop over `range`, whose steps are numbers, each variable that the body sets gets one too.
    Loops over tools and calls get none: no message is in them.
-2. While it renders, these add to a log of its context, each with the number of pieces that are written so far.
-3. `owners_of` follows the log.
+2. While it renders, these add to the notes of its context, each with the number of pieces that are written so far.
+3. `blocks_of` follows them.
 
 Always true:
 - what a template writes is the same with the notes, which write nothing;
@@ -33,50 +33,48 @@ variable, empty of a step.
 """
 
 
-class Log:
-    """Holds what a context carries while it is rendered with.
-
-    Attributes:
-        pieces: that are written.
-        notes: in order.
-    """
-
-    __slots__ = ("notes", "pieces")
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.notes: list[Note] = []
-
-
 Level = tuple[int, tuple[int, ...], dict[str, int]]
 """Of a loop that runs: (place of the message that its step, or that of a loop around, is about, or -1; places of messages in variables
 of loops around; variable -> place of its message, of this one)."""
 
 
-def owners_of(log: Log, messages: list[Any]) -> list[tuple[int, int]]:
-    """(pieces before it, place of the message for whom is written behind it, or -1) of each note.
+def blocks_of(notes: list[Note], ends: list[int], messages: list[Any]) -> tuple[list[int], list[int]]:
+    """(where each block of a text begins, the place of the message for which it is written, or -1); none is empty.
 
     Args:
+        notes: of the render.
+        ends: where each number of pieces ends in the text.
         messages: each an object of its own.
     """
-    place_of = {id(message): place for place, message in enumerate(messages)}
+    place_of = dict(zip(map(id, messages), range(len(messages)), strict=False))
     levels: list[Level] = [(NOBODY, (), {})]
-    found = []
-    for pieces, depth, values, name in log.notes:
+    begins, owners = [0], [NOBODY]
+    for pieces, depth, values, name in notes:
         if name:
             _set(levels[depth][2], name, place_of.get(id(values[0])))
         else:
             del levels[depth:]
             if values:
                 place, taken, own = levels[-1]
-                places = [place_of[id(one)] for one in values if id(one) in place_of]
-                levels.append((places[0] if places else place, (*taken, *own.values()) if own else taken, {}))
+                place = next((place_of[id(one)] for one in values if id(one) in place_of), place)
+                levels.append((place, (*taken, *own.values()) if own else taken, {}))
         place, taken, own = levels[-1]
         if place == NOBODY and (taken or own):
             all_taken = (*taken, *own.values())
             place = all_taken[0] if len(all_taken) == 1 else NOBODY
-        found.append((pieces, place))
-    return found
+        _go_on(begins, owners, ends[pieces], place)
+    _go_on(begins, owners, ends[-1], None)
+    return begins, owners
+
+
+def _go_on(begins: list[int], owners: list[int], at: int, owner: int | None) -> None:
+    """From a place on, text is written for another message; None: the text ends."""
+    if begins and begins[-1] == at:  # nothing was written for whom was named before
+        begins.pop()
+        owners.pop()
+    if owner is not None and owners[-1:] != [owner]:
+        begins.append(at)
+        owners.append(owner)
 
 
 def _set(own: dict[str, int], name: str, place: int | None) -> None:
@@ -92,20 +90,17 @@ def note_filters() -> dict[str, Callable[..., Any]]:
 
 @pass_context
 def _note_step(context: Any, first: Any, depth: int, *more: Any) -> None:
-    log = context.log
-    log.notes.append((len(log.pieces), depth, (first, *more), ""))
+    context.notes.append((len(context.pieces), depth, (first, *more), ""))
 
 
 @pass_context
 def _note_set(context: Any, value: Any, depth: int, name: str) -> None:
-    log = context.log
-    log.notes.append((len(log.pieces), depth, (value,), name))
+    context.notes.append((len(context.pieces), depth, (value,), name))
 
 
 @pass_context
 def _note_end(context: Any, depth: int) -> None:
-    log = context.log
-    log.notes.append((len(log.pieces), depth, (), ""))
+    context.notes.append((len(context.pieces), depth, (), ""))
 
 
 def with_notes(tree: nodes.Template) -> nodes.Template:

@@ -1,25 +1,28 @@
-"""A conversation rendered by its template, as Jinja runs it.
+"""A chat template: compiled once, with notes of for which message it writes (`owner_notes`), and run for a conversation by Jinja.
 
 Always true:
 - what the template raises comes out as `RowFault`;
 - a text has at most `FREE_CHARS` and `CHARS_OF_ROW` times what the template was given, in characters;
-- text belongs to the message that the notes of the template name (`owner_notes`).
+- text belongs to the message that the notes of the template name;
+- the environment is its own: what is changed in it changes no other template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from types import CodeType
 from typing import Any
 
 from raysvc.chat.bounds.budget import OverBudget, within_budget
 from raysvc.chat.bounds.sizes import RenderTooCostly, size_of
-from raysvc.chat.render.compiled import CompiledTemplate
-from raysvc.chat.render.owner_notes import Log, owners_of
-from raysvc.chat.render.rendered import NOBODY, Extent, Render
+from raysvc.chat.render.owner_notes import Note, blocks_of, note_filters, with_notes
+from raysvc.chat.render.rendered import Extent, Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
+from raysvc.errors import TokenizerError
 
 FREE_CHARS = 1 << 18  # of a text; the fixed words of the longest template that we know are a tenth
 CHARS_OF_ROW = 16  # that a template may write for each that it was given
@@ -45,10 +48,28 @@ class RealRender:
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
-        self._compiled = CompiledTemplate(text, {"documents": None, **variables}, now)
-        self._compiled.on_generation(lambda caller: _GenerationText(caller()))
+        from jinja2.exceptions import TemplateError
+
+        environment = self._environment = _environment(now)
+        try:
+            code = within_budget(_code_of, text)
+        except OverBudget as fault:
+            raise costly_template(fault) from None
+        except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
+            raise TokenizerError(
+                "tokenizer.chat_template",
+                f"the template does not compile ({type(error).__name__}: {error})",
+                "fix the template",
+            ) from error
+        given = environment.make_globals(None)
+        template = environment.template_class.from_code(environment, code, given)
+        self._root, self._blocks = template.root_render_func, template.blocks
+        self._given = {**given, "documents": None, **variables}
         self._variables = variables
         self._marks_generation = "endgeneration" in text
+        for extension in environment.extensions.values():
+            if "generation" in extension.tags:
+                extension._generation_support = lambda caller: _GenerationText(caller())
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
         """Run the template.
@@ -70,30 +91,20 @@ class RealRender:
             raise _template_fault(error) from None
 
     def _written(self, row: dict[str, Any], messages: list[Message]) -> Render:
-        log, size, most = Log(), 0, FREE_CHARS
-        add = log.pieces.append
-        for piece in self._compiled.root(self._compiled.context(row, log)):
+        environment, pieces, notes = self._environment, list[str](), list[Note]()
+        context = environment.context_class(environment, {**self._given, **row}, None, self._blocks)
+        context.pieces, context.notes, add, size, most = pieces, notes, pieces.append, 0, FREE_CHARS
+        for piece in self._root(context):
             add(piece)
             size += len(piece)
             if size > most:
                 most = most_chars(row, self._variables)
                 if size > most:
                     raise RenderTooCostly(LONG_TEXT)
-        ends = [0, *accumulate(map(len, log.pieces))]
-        begins, owners = [0], [NOBODY]
-        for pieces, owner in owners_of(log, messages):
-            at = ends[pieces]
-            if begins[-1] == at:  # nothing was written for whom was named before
-                begins.pop()
-                owners.pop()
-            if owners[-1:] != [owner]:
-                begins.append(at)
-                owners.append(owner)
-        if begins[-1] == size:
-            begins.pop()
-            owners.pop()
-        marks = self._marks(log.pieces, ends, begins) if self._marks_generation else []
-        return Render("".join(log.pieces), [*begins, size], owners, marks)
+        ends = [0, *accumulate(map(len, pieces))]
+        begins, owners = blocks_of(notes, ends, messages)
+        marks = self._marks(pieces, ends, begins) if self._marks_generation else []
+        return Render("".join(pieces), [*begins, size], owners, marks)
 
     @staticmethod
     def _marks(pieces: list[str], ends: list[int], begins: list[int]) -> list[Extent]:
@@ -120,3 +131,28 @@ def _template_fault(error: Exception) -> RowFault:
     if type(error) is TemplateError:
         return RowFault(f"the template refused the conversation: {first[:80]}")
     return RowFault(f"the template raised {type(error).__name__}", first)
+
+
+def costly_template(fault: OverBudget) -> TokenizerError:
+    """Returns the error of a template that takes too much, whatever the row."""
+    return TokenizerError(
+        "tokenizer.chat_template",
+        str(fault),
+        "set tokenizer.chat_template to another one, and look where this one is from",
+    )
+
+
+def _environment(now: datetime | None) -> Any:
+    from raysvc.chat.render.chat_environment import chat_environment
+
+    environment = chat_environment(now)
+    environment.filters.measured(**note_filters())
+    return environment
+
+
+@lru_cache(maxsize=256)
+def _code_of(text: str) -> CodeType:
+    """Each process needs it of the same few templates again and again."""
+    environment = _environment(None)
+    source = environment.compile(with_notes(environment.parse(text)), raw=True)
+    return compile(source, "<chat template>", "exec")

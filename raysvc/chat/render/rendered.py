@@ -33,19 +33,19 @@ class Render:
     marks: list[Extent] = field(default_factory=list)
     _extents: dict[int, list[Extent]] = field(default_factory=dict, repr=False, compare=False)
 
+    def extents_of(self, place: int) -> list[Extent]:
+        """[start, end) of each block that belongs to a message."""
+        found = self._extents
+        if not found:
+            bounds = self.bounds
+            for owner, start, end in zip(self.owners, bounds, bounds[1:], strict=False):
+                found.setdefault(owner, []).append((start, end))
+        return found.get(place, [])
+
     @property
     def blocks(self) -> list[str]:
         """B texts."""
         return [self.text[a:b] for a, b in pairwise(self.bounds)]
-
-
-def extents_of(render: Render, place: int) -> list[Extent]:
-    """[start, end) of each block of a render that belongs to a message."""
-    found = render._extents
-    if not found:
-        for owner, extent in zip(render.owners, pairwise(render.bounds), strict=True):
-            found.setdefault(owner, []).append(extent)
-    return found.get(place, [])
 
 
 def marks_within(render: Render, extents: list[Extent]) -> list[Extent]:

@@ -15,13 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 from raysvc.chat.bounds.budget import OverBudget
-from raysvc.chat.render.compiled import costly_template
 from raysvc.chat.render.prompt_words import words_decide
-from raysvc.chat.render.real_render import RealRender
+from raysvc.chat.render.real_render import RealRender, costly_template
 from raysvc.chat.render.rendered import NOBODY, Extent, Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.media_parts import in_parts
-from raysvc.chat.source.messages import Message, is_plain
+from raysvc.chat.source.messages import Message
 from raysvc.chat.turns.turn_check import is_empty
 
 MAX_COSTLY = 3  # renders
@@ -144,12 +143,3 @@ def _cut(marks: list[Extent], cuts: list[int]) -> list[Extent]:
     """Marks of a text that is cut into blocks, each inside of one."""
     pieces = ((max(a, begin), min(b, end)) for begin, end in pairwise(cuts) for a, b in marks)
     return [(a, b) for a, b in pieces if a < b]
-
-
-def plain_data(value: Any) -> Any:
-    """Plain JSON types, as `apply_chat_template` makes them of anything else."""
-    if is_plain(value):
-        return value
-    from transformers.utils import chat_template_utils as theirs
-
-    return theirs._plain_template_data(value)

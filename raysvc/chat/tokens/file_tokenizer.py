@@ -24,6 +24,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from raysvc.chat.source.messages import is_plain
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 AS_IS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
@@ -148,18 +150,16 @@ class FileTokenizer:
         Raises:
             jinja2.TemplateError: the template refused it.
         """
-        from raysvc.chat.render.template import plain_data
-
         assert not return_dict, "a plain list of ids, or a text"
         if not messages:
             raise ValueError("the conversation is empty")
         given = [{name: item for name, item in one.items() if item is not None} for one in messages]
         text = _compiled(chat_template).render(
-            messages=[_with_reasoning(plain_data(one)) for one in given],
-            tools=plain_data(tools),
+            messages=[_with_reasoning(_plain_data(one)) for one in given],
+            tools=_plain_data(tools),
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self.special_tokens_map | plain_data(variables),
+            **self.special_tokens_map | _plain_data(variables),
         )
         return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
@@ -304,6 +304,15 @@ def _template(folder: Path, config: dict[str, Any]) -> Any:
     ):
         return own
     return {one["name"]: one["template"] for one in own}
+
+
+def _plain_data(value: Any) -> Any:
+    """Plain JSON types, as `apply_chat_template` makes them of anything else."""
+    if is_plain(value):
+        return value
+    from transformers.utils import chat_template_utils as theirs
+
+    return theirs._plain_template_data(value)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.bounds.budget import OverBudget, within_budget
-from raysvc.chat.render.compiled import costly_template
+from raysvc.chat.render.real_render import costly_template
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit, hides_role
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysvc.chat.render.rendered import Render, extents_of
+from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -45,7 +45,7 @@ class Prompts:
             render = self._template.render(plain.messages, tools)
         except RowFault:
             return None
-        extents = extents_of(render, 1)
+        extents = render.extents_of(1)
         return self._asked(render, plain, 1, extents[0][0]) if extents else None
 
     def _asked(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysvc.chat.render.rendered import Render, extents_of
+from raysvc.chat.render.rendered import Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.turns.prompts import Prompts
@@ -30,7 +30,7 @@ class TurnBegin:
         Raises:
             RowFault: the block begins with a header that is not known.
         """
-        text, (begin, stop) = render.text, extents_of(render, place)[0]
+        text, (begin, stop) = render.text, render.extents_of(place)[0]
         prompt = self._prompts.before(render, example, place, begin)
         if (
             not place and prompt and self._signs.has_prompt

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysvc.chat.render.rendered import extents_of
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -123,7 +122,7 @@ class TurnSigns:
             render = self.template.render(messages, tools)
         except RowFault:
             return None
-        extents = extents_of(render, place)
+        extents = render.extents_of(place)
         if len(extents) != 1:
             return None
         start, stop = extents[0]

@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from raysvc.chat.render.rendered import Render, extents_of, marks_within
+from raysvc.chat.render.rendered import Render, marks_within
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -49,7 +49,7 @@ from raysvc.chat.turns.turn_begin import TurnBegin
 from raysvc.chat.turns.turn_check import is_empty, left_out, texts_of, verify_turn
 from raysvc.chat.turns.turn_end import TurnEnd
 from raysvc.chat.turns.turn_probes import PROBES, QUIET
-from raysvc.chat.turns.turn_signs import Frame, TurnSigns
+from raysvc.chat.turns.turn_signs import Frame, TurnSigns, common_prefix
 from raysvc.chat.turns.turn_text import SaidTexts, own_parts, with_content
 
 ALL_EMPTY = "every trained message is empty"
@@ -65,16 +65,6 @@ class TurnSpan(NamedTuple):
     end: int
     closed: bool
     endless: bool = False
-
-
-class _Block(NamedTuple):
-    """The one block of a message: [begin, end), where the prompt ends in it, and what may stand behind that."""
-
-    begin: int
-    end: int
-    start: int
-    content: str
-    frame: Frame
 
 
 class TurnFinder:
@@ -108,6 +98,8 @@ class TurnFinder:
         trained = self._trained_probes()
         self.control_tokens = self._controls(trained)
         self.inner_tokens = self._signs.inner = self._inner(trained)
+        least, most = min(self.control_tokens, default=""), max(self.control_tokens, default="")
+        self._first_letters = least[: common_prefix(least, most)]
         self._ending = tuple(filter(None, (*self.control_tokens, self._tokens.end)))
 
     @property
@@ -129,80 +121,58 @@ class TurnFinder:
             RowDropped: all trained messages are empty.
         """
         spans: list[TurnSpan] = []
-        said: SaidTexts | None = None
+        said = SaidTexts(render, example)
         for place in example.trained:
             if is_empty(example.messages[place]):
                 continue
-            block = self._block(render, example, place)
-            usual = self._plain(render.text, block) if block else None
-            if block and not usual:
-                said = said or SaidTexts(render, example)
-                usual = self._framed(render.text, block, place, said)
-            if usual:
-                spans.append(usual)
-            else:
-                said = said or SaidTexts(render, example)
-                spans += self._verified(render, example, place, said)
+            usual = self._usual(render, example, place, said)
+            spans += [usual] if usual else self._verified(render, example, place, said)
         if not spans:
             raise RowDropped(ALL_EMPTY)
         return spans
 
-    def _block(self, render: Render, example: ChatExample, place: int) -> _Block | None:
-        """The block of a text that begins with the prompt and that nothing decides on but what is in it; None of any other."""
+    def _usual(self, render: Render, example: ChatExample, place: int, said: SaidTexts) -> TurnSpan | None:
+        """The turn of a text, verified by equality: its block is prompt, content, end of turn and blanks; None of any other.
+
+        A template may write between prompt and content what it writes in each turn, such as an empty thought.
+        """
         message, frame = example.messages[place], self._signs.frame_of(example, place)
-        content, extents = message.get("content"), extents_of(render, place)
+        content, extents = message.get("content"), render.extents_of(place)
         if frame is None or not frame.eot or self._template.marks_generation:
             return None
         if type(content) is not str or "tool_calls" in message or len(extents) != 1:
             return None
-        begin, end = extents[0]
-        if place == len(example.messages) - 1 and end != len(render.text):
+        text, (begin, end) = render.text, extents[0]
+        if place == len(example.messages) - 1 and end != len(text):
             return None  # rule 5
         prompt = self._prompts.before(render, example, place, begin)
-        if not prompt or not prompt.strip() or not render.text.startswith(prompt, begin):
+        if (
+            not prompt
+            or prompt.isspace()
+            or (self._first_letters in content and self._holds_control(content))
+        ):
             return None
-        return _Block(begin, end, begin + len(prompt), content, frame)
+        found = TurnSpan(begin + len(prompt), end - len(frame.trailer), frame.closed)
+        block, behind = text[begin:end], f"{content}{frame.eot}{frame.trailer}"
+        if block == prompt + behind:
+            return found
+        if not frame.head.startswith(prompt) or block != frame.head + behind or len(message) != 2:
+            return None
+        return found if self._decides_alone(text, found, place, frame, said) else None
 
-    def _plain(self, text: str, block: _Block) -> TurnSpan | None:
-        """The usual turn, verified by equality: prompt, content, end of turn and blanks are the block."""
-        frame = block.frame
-        if not self._is_around(text, block, block.start):
-            return None
-        return TurnSpan(block.start, block.end - len(frame.trailer), frame.closed)
+    def _decides_alone(self, text: str, found: TurnSpan, place: int, frame: Frame, said: SaidTexts) -> bool:
+        """Returns whether no other rule decides on a turn with a header: it holds no control token inside, nor what others say."""
+        if not place or not frame.closed or frame.trailer.strip() or self._mixes:
+            return False
+        stretch = text[found.start : found.end]
+        if "</think>" in said.example.messages[place]["content"]:
+            return False
+        if any(0 <= stretch.find(token) != len(stretch) - len(token) for token in self._ending):
+            return False
+        return not said.meets_others(stretch, place)
 
-    def _framed(self, text: str, block: _Block, place: int, said: SaidTexts) -> TurnSpan | None:
-        """A turn that differs from the usual one in what the template writes between prompt and content, the same in each.
-
-        No other rule decides on it: what stands there, and the content, hold no control token, nor what others say.
-        """
-        frame, behind, stop = (
-            block.frame,
-            block.begin + len(block.frame.head),
-            block.end - len(block.frame.trailer),
-        )
-        if not place or not frame.closed or frame.trailer.strip() or behind < block.start or self._mixes:
-            return None
-        if len(said.example.messages[place]) != 2 or "</think>" in block.content:
-            return None
-        if not text.startswith(frame.head, block.begin) or not self._is_around(text, block, behind):
-            return None
-        if any(0 <= text.find(token, block.start, stop) != stop - len(token) for token in self._ending):
-            return None
-        if said.meets_others(text[block.start : stop], place):
-            return None
-        return TurnSpan(block.start, stop, True)
-
-    def _is_around(self, text: str, block: _Block, start: int) -> bool:
-        """Returns whether from `start` on a block is a content without control tokens, its end of turn and the trailer."""
-        end, content, frame = block.end, block.content, block.frame
-        said = end - len(frame.eot) - len(frame.trailer)
-        return (
-            said - start == len(content)
-            and text.startswith(content, start)
-            and text.startswith(frame.eot, said)
-            and text.endswith(frame.trailer, said, end)
-            and not any(control in content for control in self.control_tokens)
-        )
+    def _holds_control(self, content: str) -> bool:
+        return any(control in content for control in self.control_tokens)
 
     def _verified(self, render: Render, example: ChatExample, place: int, said: SaidTexts) -> list[TurnSpan]:
         """Any other turn."""
@@ -222,7 +192,7 @@ class TurnFinder:
     @staticmethod
     def _left_out(render: Render, example: ChatExample, place: int) -> str:
         calls = example.messages[place].get("tool_calls") or ()
-        block = "".join([render.text[start:end] for start, end in extents_of(render, place)]) if calls else ""
+        block = "".join([render.text[start:end] for start, end in render.extents_of(place)]) if calls else ""
         return next(filter(None, (left_out(block, call) for call in calls)), "")
 
     def _verify(self, stretch: str, message: Message) -> None:
@@ -232,7 +202,7 @@ class TurnFinder:
 
     def _found(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
         """Rules 1 to 6."""
-        text, extents = render.text, extents_of(render, place)
+        text, extents = render.text, render.extents_of(place)
         if not extents and not any(
             words and words in text for words in map(str.strip, texts_of(example.messages[place]))
         ):

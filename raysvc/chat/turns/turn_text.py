@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
-from raysvc.chat.render.rendered import Extent, Render, extents_of
+from raysvc.chat.render.rendered import Extent, Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.turns.turn_check import all_said, texts_of, unescaped
@@ -23,15 +24,20 @@ class SaidTexts:
     """
 
     def __init__(self, render: Render, example: ChatExample) -> None:
-        self.example = example
-        self._words: list[tuple[int, str, bool]] = []
-        for place, message in enumerate(example.messages):
-            for text in texts_of(message):
-                words = text.strip()
-                if words:
-                    self._words.append((place, words, len(words) >= LONG))
-        owners = {*render.owners}
-        self._unowned = [place for place in range(len(example.messages)) if place not in owners]
+        self.example, self._owners = example, render.owners
+
+    @cached_property
+    def _words(self) -> list[tuple[int, str, bool]]:
+        """(place of a message, a text of it, whether that is long) of each."""
+        found = (
+            (place, text.strip()) for place, one in enumerate(self.example.messages) for text in texts_of(one)
+        )
+        return [(place, words, len(words) >= LONG) for place, words in found if words]
+
+    @cached_property
+    def _unowned(self) -> set[int]:
+        """Places of the messages without a block."""
+        return {*range(len(self.example.messages))}.difference(self._owners)
 
     def foreign(self, stretch: str, place: int) -> str:
         """Returns what another message says and the trained text of this one holds, unless this one says it too; empty without."""
@@ -73,18 +79,18 @@ def own_parts(signs: TurnSigns, render: Render, example: ChatExample, place: int
     Raises:
         RowFault: the two cannot be told apart, or the template writes a text behind the results.
     """
-    messages, text, extents = example.messages, render.text, extents_of(render, place)
+    messages, text, extents = example.messages, render.text, render.extents_of(place)
     after = place + 1
     while after < len(messages) and messages[after].get("role") == "tool":
         after += 1
-    results = [extents_of(render, other) for other in range(place + 1, after)]
+    results = [render.extents_of(other) for other in range(place + 1, after)]
     if len(extents) > 1 or all(results):
         first = min((begin for shown in results for begin, _ in shown), default=len(text))
         _refuse_behind_results(signs, "".join([text[a:b] for a, b in extents if a > first]))
         return [(a, b) for a, b in extents if not text[a:b].isspace()]
     start, end = extents[0]
     without = signs.template.render([*messages[: place + 1], *messages[after:]], example.tools)
-    other = extents_of(without, place)
+    other = without.extents_of(place)
     if len(other) != 1:
         raise RowFault("a trained message and the results of its calls cannot be told apart")
     mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
