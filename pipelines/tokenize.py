@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.row_counter import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts, errors_of
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.manifest import Receipt
-from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.row_counter import FirstRows
 from raysvc.chat.row_counts import errors_of
 from raysvc.errors import SourceError
 from raysvc.job.config import PoolConfig

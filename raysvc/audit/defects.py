@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.truncate import LAST_TURN_TOO_LONG, TOO_LONG, TOO_MANY
+from raysvc.chat.select import LAST_TURN_TOO_LONG, TOO_LONG, TOO_MANY
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.row_counter import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.job.config import JobConfig
 from raysvc.metrics import record

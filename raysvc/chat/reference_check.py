@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from raysvc.chat.row_counts import NULLS
+from raysvc.chat.sequence import Batch
 from raysvc.chat.source.examples import ChatExample, Example
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow, without_nulls
-from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.load_faults import varying_fault
 from raysvc.chat.tokens.token_rows import EncoderDiffers, TokenRows

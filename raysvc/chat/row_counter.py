@@ -1,19 +1,20 @@
-"""Counts what happens to the rows of one slice, while it happens.
+"""Counts what happens to the rows of one slice, while it happens, and decides whether a build goes on after its first rows.
 
 Always true:
 - each source row is counted once, by whichever fate comes first;
 - no more than `EXAMPLES` rows of one reason are kept, whatever the number of rows;
 - reasons are limited too: beyond `REASONS` of them, faults are counted together;
-- a slice whose first rows are nearly all quarantined ends there, if it is among the first of its build.
+- where nearly all of the first rows of a build are quarantined, the job is wrong and not the rows, and it ends: after `LEAST` rows,
+  and only when more of its rows so far are quarantined than `NEARLY_ALL` and than the job allows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from raysvc.chat.first_rows import FirstRows
-from raysvc.chat.row_counts import Quarantined, RowCounts
+from raysvc.chat.row_counts import Quarantined, RowCounts, quarantine_exceeded
 from raysvc.chat.row_errors import RowDropped, RowFault
 
 EXAMPLES = 3
@@ -123,3 +124,37 @@ class RowCounter:
         )
         row_counts.check()
         return row_counts
+
+
+LEAST = 1000
+NEARLY_ALL = 0.9
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """See the module.
+
+    Attributes:
+        max_quarantine: of the job.
+        before: rows of the build that come before those that are counted here.
+    """
+
+    max_quarantine: float
+    before: int = 0
+
+    def check(self, rows: int, quarantined: Mapping[str, int], examples: Sequence[Quarantined]) -> None:
+        """Decide by what became of the first `rows` rows.
+
+        Args:
+            quarantined: reason -> rows.
+            examples: of them.
+
+        Raises:
+            QuarantineExceeded: nearly all of them are quarantined.
+        """
+        if self.before >= LEAST or rows < LEAST:
+            return
+        count = sum(quarantined.values())
+        if count > max(self.max_quarantine, NEARLY_ALL) * (self.before + rows):
+            what = f"{count} of the first {rows} rows could not be verified"
+            raise quarantine_exceeded(what, quarantined, examples)

@@ -7,7 +7,7 @@ Rooms raise them in the order in which a row passes:
 2. `render` and `bounds` where the template raises, writes nothing of a role, or takes more than a render may;
 3. `turns` where the text of a turn cannot be told, or does not say what its message says: `turn_check` has the rules;
 4. `tokens` where a token lies over the edge of a turn, or decodes to another text;
-5. `truncate` and `select` drop what is too long; `carry` and `raysvc.media` raise faults of further columns and of media.
+5. `select` drops what is too long; `carry` and `raysvc.media` raise faults of further columns and of media.
 
 Always true:
 - neither leaves the slice: `row_sequences` catches those of texts and `select` those of tokens, each at its row, and

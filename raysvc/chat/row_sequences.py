@@ -24,14 +24,13 @@ from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept
-from raysvc.chat.sequence import Sequence
+from raysvc.chat.sequence import Batch, Sequence, batch_of
 from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.chat.source.stepwise import STEP_LABELS
-from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.carried import CarriedColumn

@@ -28,25 +28,22 @@ import pyarrow as pa
 
 from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import text_widths
-from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.reference_check import RenderDiffers, compare, raw_example, sample_places
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.row_counter import RowCounter
+from raysvc.chat.row_counter import FirstRows, RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.row_sequences import RowChunk, RowSequences, RowWatch, texts_of
-from raysvc.chat.select import Kept, keep
-from raysvc.chat.sequence import Sequence
+from raysvc.chat.select import Kept, fewer_turns, keep
+from raysvc.chat.sequence import Batch, Sequence
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
-from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.chat.truncate import fewer_turns
 from raysvc.job.config import PAIRED, TextSpec
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.medium import COLUMN

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN
-from raysvc.chat.text_batch import Batch, Spans
+from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Batch, Spans
 from raysvc.chat.tokens.align import (
     EXTRA_CONTROL,
     NO_EOT,

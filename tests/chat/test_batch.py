@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysvc.chat.sequence import FREE, Sequence
+from raysvc.chat.sequence import FREE, Sequence, batch_of
 from raysvc.chat.source import json_rows
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.chat.text_batch import batch_of
 
 
 @given(st.lists(st.tuples(st.text("aé你\U0001f600\n", max_size=5), st.data()), min_size=1, max_size=4))

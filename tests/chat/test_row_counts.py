@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysvc.chat.first_rows import FirstRows
-from raysvc.chat.row_counter import EXAMPLES, REASONS, RowCounter
+from raysvc.chat.row_counter import EXAMPLES, REASONS, FirstRows, RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.errors import QuarantineExceeded

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from raysvc.chat.sequence import Batch, Spans
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.chat.text_batch import Batch, Spans
-from raysvc.chat.tokens import joined_texts
+from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.added_blanks import Rule
 from raysvc.chat.tokens.align import differing_rows
 from raysvc.chat.tokens.encoder import EncodedTexts, ReferenceEncoder
@@ -203,10 +203,10 @@ def test_texts_that_gigatoken_encodes_together_keep_their_ids(
 ) -> None:
     pytest.importorskip("gigatoken")
     if limit:
-        monkeypatch.setattr(joined_texts, limit, 0)
+        monkeypatch.setattr(encoder, limit, 0)
     backend = Tokenizer.from_str(marked.tokenizer.hf.backend_tokenizer.to_str())
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("\0\0", "\x01")])
-    joined = joined_texts.JoinedTexts(backend.to_str().encode(), backend.get_vocab_size())
+    joined = encoder.JoinedTexts(backend.to_str().encode(), backend.get_vocab_size())
     loaded = joined._inner
     texts = ["a b", "", " a", "\u2581a", "a\0", "\0b", "<s>a", "a </s>", "\0\0", "\x01", "a  \u00e9"]
     for _ in range(2):
@@ -219,8 +219,8 @@ def test_texts_that_gigatoken_encodes_together_keep_their_ids(
 def test_texts_are_joined_for_small_sentencepiece_like_tokenizers_alone() -> None:
     model = b'{"model": {"byte_fallback":%s}}'
     small, no_bytes = model % b"true", model % b"false"
-    large = small.ljust(joined_texts.MOST_CONTENT + 1)
-    assert [joined_texts.gains(content) for content in (small, no_bytes, large)] == [True, False, False]
+    large = small.ljust(encoder.MOST_CONTENT + 1)
+    assert [encoder.gains(content) for content in (small, no_bytes, large)] == [True, False, False]
 
 
 def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalizer(

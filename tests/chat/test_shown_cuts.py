@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from raysvc.chat.tokens.code_points import ShownCuts, shown_cuts
 from raysvc.chat.tokens.encoder import GigatokenEncoder, ReferenceEncoder
 from raysvc.chat.tokens.probe import encoders_of
-from raysvc.chat.tokens.shown_cuts import ShownCuts, shown_cuts
 from raysvc.chat.tokens.token_bytes import CHAR_OF_BYTE
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TokenizerConfig

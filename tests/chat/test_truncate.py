@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.select import LAST_TURN_TOO_LONG, MAX_TOKENS, NOTHING_LEFT, TOO_LONG, TOO_MANY
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.chat.truncate import LAST_TURN_TOO_LONG, MAX_TOKENS, NOTHING_LEFT, TOO_LONG, TOO_MANY
 from raysvc.errors import SourceError
 
 TEMPLATE = "merges_tools"

@@ -33,8 +33,8 @@ from raysvc.chat.source.examples import ChatExample, Example, StepsExample, Text
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.chat.turns.token_texts import control_texts
 from raysvc.chat.turns.turn_check import is_empty, thoughts_of
+from raysvc.chat.turns.turn_signs import control_texts
 from raysvc.chat.turns.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
 from raysvc.job.config import PAIRED
 from raysvc.media.media_desk import MediaDesk

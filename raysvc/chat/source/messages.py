@@ -6,7 +6,7 @@
    knows stays as it is: templates have roles of their own.
 3. A call that is a message of its own (`function_call`) becomes an assistant's message with `tool_calls`, and so does a key
    `function_call`, with the `function` messages that answer it; calls are read by `tool_calls`, content parts by `content_parts`,
-   and those that are calls or results by `call_blocks`.
+   and those that are calls or results by `tool_calls` too.
 4. Keys whose value is None are left out, as `apply_chat_template` does, and reasoning is put under every name that
    templates read it by.
 
@@ -27,7 +27,6 @@ from types import MappingProxyType
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.chat.source.call_blocks import read_blocks
 from raysvc.chat.source.content_parts import PARTS_READ, read_parts, text_of_part
 from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.loss_flags import refuse_partly_trained
@@ -35,6 +34,7 @@ from raysvc.chat.source.tool_calls import (
     CALLS_WRAPPED,
     LEGACY_CALLS,
     calls_of_text,
+    read_blocks,
     read_calls,
     with_legacy_call,
     wrapped,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.text_batch import Batch
+from raysvc.chat.sequence import Batch
 from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Ints64
 

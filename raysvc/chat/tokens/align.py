@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.arrow_arrays import arrow_of, binary_array
-from raysvc.chat.sequence import CLOSED_TURN, FREE
-from raysvc.chat.text_batch import Batch, Bytes, Spans
+from raysvc.chat.sequence import CLOSED_TURN, FREE, Batch, Bytes, Spans
 from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
 from raysvc.chat.tokens.backend_parts import drops_blanks
 from raysvc.chat.tokens.encoder import EncodedTexts, Ints32, Ints64

@@ -8,12 +8,13 @@ An encoder's tables of Unicode may be newer or older than the reference's, and t
    normalizers put the marks in another order around a mark.
 3. Where the ids differ, the whole block counts as different: a mark may change what its neighbours do. A vocabulary shows
    a cut only where one of its tokens would lie across it, so that of a tokenizer of bytes is tried with a vocabulary that
-   shows all (`shown_cuts`).
+   shows all (`ShownCuts`): the last byte of a character and the first of the next are one token unless a cut is between.
 4. Rows that hold such a code point get the reference's ids.
 
 Always true:
 - no code point beyond ASCII reaches the fast encoder before it was tried in this process, whichever thread has the text;
-- rows keep their order.
+- rows keep their order;
+- of that vocabulary, normalizers and pre-tokenizers are those of the tokenizer, and nothing else of it is left.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Encoder, Ints64
+from raysvc.chat.tokens.file_tokenizer import FileTokenizer
+from raysvc.chat.tokens.token_bytes import CHAR_OF_BYTE
 
 logger = logging.getLogger(__name__)
 Pair = tuple[Encoder, Encoder]
@@ -143,3 +147,48 @@ def replaced(found: EncodedTexts, rows: list[int], right: EncodedTexts) -> Encod
     offsets = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
     return EncodedTexts(np.concatenate(pieces) if pieces else found.ids, offsets)
+
+
+_ASCII = range(0x80)
+_ENDS = range(0x80, 0xC0)  # the last byte of a character beyond ASCII
+_BEGINS = range(0xC2, 0xF5)  # the first
+
+
+def shown_cuts(backend: Any) -> ShownCuts | None:
+    """That of a tokenizer; None where its pre-tokenizer does not make bytes of a text."""
+    pre = backend.pre_tokenizer
+    if pre is None or b'"ByteLevel"' not in pre.__getstate__():
+        return None
+    return ShownCuts(backend)
+
+
+class ShownCuts:
+    """Holds what encoders are made from, as of a loaded tokenizer.
+
+    Args:
+        backend: of the tokenizer.
+
+    Attributes:
+        hf: like a `transformers` tokenizer.
+        free_id: that no token has.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        from tokenizers import Tokenizer, models
+
+        pairs = [*product(_ENDS, _BEGINS), *product(_ASCII, _BEGINS), *product(_ENDS, _ASCII)]
+        merges = [(CHAR_OF_BYTE[a], CHAR_OF_BYTE[b]) for a, b in pairs]
+        vocab = {token: number for number, token in enumerate([*CHAR_OF_BYTE, *map("".join, merges)])}
+        made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        made.pre_tokenizer = backend.pre_tokenizer
+        if backend.normalizer is not None:
+            made.normalizer = backend.normalizer
+        if backend.decoder is not None:
+            made.decoder = backend.decoder
+        self.hf = FileTokenizer(made, {}, (), None)
+        self.free_id = len(vocab)
+
+    def content(self) -> bytes:
+        """Returns the encoder as the bytes of a `tokenizer.json`."""
+        text: str = self.hf.backend_tokenizer.to_str()
+        return text.encode()

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.chat.text_batch import Batch, Spans
+from raysvc.chat.sequence import Batch, Spans
 from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.encoder import Ints64
 

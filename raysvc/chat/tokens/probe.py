@@ -17,10 +17,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from raysvc.chat.tokens import encoder
-from raysvc.chat.tokens.code_points import GuardedEncoder, Pair
+from raysvc.chat.tokens.code_points import GuardedEncoder, Pair, shown_cuts
 from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder, TokenizerFiles
 from raysvc.chat.tokens.normalizing_encoder import hidden_tokens, normalizing_encoder
-from raysvc.chat.tokens.shown_cuts import shown_cuts
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import FREE
+from raysvc.chat.sequence import FREE, Batch
 from raysvc.chat.source.examples import TokensExample
-from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.align import (
     OVER_PROMPT,
     OVER_START,

@@ -1,71 +1,13 @@
-"""Which added tokens of a tokenizer are control tokens under a template, and how these are looked for in a render.
-
-A tokenizer also adds blanks, digits, words, tags and pieces of code (Gemma: `"\\n\\n"`, `<b>`, `<unused12>`): these are text, as
-a message may say them. Whether a token is called special does not tell: `<|im_end|>` may be added as a plain one.
-
-Always true:
-- a token with a role (end of sequence), and one that the model stops at, is a control token;
-- so is any other one that looks like a mark (`<…>`, `[…]`, `|…|`) and is special, or is written by the template itself;
-- a special token that looks like a word is one where the template itself writes it; a blank is none;
-- the longest token that fits is found.
-"""
+"""How the control tokens of a tokenizer are looked for in a render; the longest one that fits is found."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-from jinja2 import nodes
-
-from raysvc.chat.render.chat_environment import chat_environment
-from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.row_errors import RowFault
-from raysvc.chat.turns.turn_probes import PROBES, say
-
-_MARK = re.compile(r"[<\[|｜]\S.*[>\]|｜]", re.DOTALL)
-_ROLES = ("system", "user", "assistant")
 _TAG = r"<[^<>\s]{1,40}>"
 MANY = 256  # control tokens, of which it is not worth while to look at each pair
 _PIECE = rf"{_TAG}|\s|\w+|."
-
-
-def control_texts(template: ChatTemplate, added: Iterable[Any], named: Iterable[str]) -> list[str]:
-    """Texts of the added tokens that are control tokens under a template.
-
-    Args:
-        template: that writes them.
-        added: tokens of the tokenizer, with `content` and `special`.
-        named: texts of the tokens with a role, and of those that the model stops at.
-    """
-    certain, written = set(named), None
-    found = []
-    for token in added:
-        text, is_mark = token.content, _MARK.fullmatch(token.content) is not None
-        if text in certain or (token.special and is_mark):
-            found.append(text)
-        elif not text.isspace() and (token.special or is_mark):
-            written = written or "\0".join((*_literals(template.text), *_renders(template)))
-            if text in written:
-                found.append(text)
-    return found
-
-
-def _literals(text: str) -> Iterator[str]:
-    """Returns what stands in a template as text, and what it may write of its strings."""
-    tree = chat_environment(None).parse(text)
-    yield from (node.data for node in tree.find_all(nodes.TemplateData))
-    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-
-
-def _renders(template: ChatTemplate) -> Iterator[str]:
-    """Conversations of words without a mark, for the marks that a template joins: `'<|' + message.role + '|>'`."""
-    plain = [say(role, "a") for role in _ROLES]
-    for messages, tools in ((plain, None), *PROBES):
-        try:
-            yield template.render(messages, tools).text
-        except RowFault:
-            continue
 
 
 class TokenTexts:

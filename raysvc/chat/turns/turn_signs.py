@@ -1,18 +1,30 @@
-"""Learns what a template writes around an assistant's turns, once, from renders of a few words.
+"""What a template that nobody has seen is asked, once, and what its renders of a few words show.
 
 1. Of a conversation with two answers, the block of each is cut at its words: what stands before is the head, what stands behind
    up to its last control token the end of turn, and the rest the trailer. The last answer has a frame of its own.
 2. What a conversation with one question has more when the prompt is asked shows the tags that the prompt opens.
 3. A token opens a turn that stands first in a head, unless it is one that a bare conversation begins with.
+4. An added token of the tokenizer is a control token where it has a role (end of sequence), or the model stops at it. So is any
+   other one that looks like a mark (`<…>`, `[…]`, `|…|`) and is special, or is written by the template itself; a special one that
+   looks like a word only where the template writes it; a blank never. All others are text, as a message may say them
+   (Gemma adds `"\\n\\n"`, `<b>`, `<unused12>`). Whether a token is called special does not tell: `<|im_end|>` may be a plain one.
+5. The turns of `PROBES`, found by the rules of `turn_spans`, show which control tokens stand inside of turns, and whether the
+   template mixes messages.
+
+Nothing is guessed: where the probes show no beginning or end, each row is quarantined ("the template does not show where an
+assistant's turn begins and ends"). One that does not compile, or takes more than its budget of most rows, ends the build.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jinja2 import nodes
+
+from raysvc.chat.render.chat_environment import chat_environment
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -20,9 +32,83 @@ from raysvc.chat.source.messages import Message
 from raysvc.chat.source.template_fit import PROBE_TOOL
 from raysvc.chat.turns.token_texts import TokenTexts
 from raysvc.chat.turns.turn_check import tags_of
-from raysvc.chat.turns.turn_probes import QUIET, say
 
 _TAG = re.compile(r"<[\w:.-]{1,40}>")
+_MARK = re.compile(r"[<\[|｜]\S.*[>\]|｜]", re.DOTALL)
+_ROLES = ("system", "user", "assistant")
+QUIET = "Seven quiet words that nobody ever writes"
+ASKED = "Five odd words nobody asks"
+
+
+def say(role: str, content: str, **fields: object) -> Message:
+    """One message."""
+    return {"role": role, "content": content, **fields}
+
+
+_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
+_TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+_RESULT = say("tool", "c", name="f", tool_call_id="callid001")
+_THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
+PROBES: list[tuple[list[Message], list[object] | None]] = [
+    ([say("user", ASKED), say("assistant", "b"), say("user", ASKED[::-1]), say("assistant", "d")], None),
+    ([say("user", "a"), say("assistant", "b", **_THOUGHT)], None),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT], [PROBE_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [PROBE_TOOL]),
+    (
+        [say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT, say("assistant", "d")],
+        [PROBE_TOOL],
+    ),
+    (
+        [
+            say("user", "a"),
+            say("assistant", "", tool_calls=[_CALL]),
+            _RESULT,
+            say("assistant", "", tool_calls=[_CALL], **_THOUGHT),
+            _RESULT,
+        ],
+        [PROBE_TOOL],
+    ),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [PROBE_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL])], [PROBE_TOOL]),
+]
+
+
+def control_texts(template: ChatTemplate, added: Iterable[Any], named: Iterable[str]) -> list[str]:
+    """Texts of the added tokens that are control tokens under a template.
+
+    Args:
+        template: that writes them.
+        added: tokens of the tokenizer, with `content` and `special`.
+        named: texts of the tokens with a role, and of those that the model stops at.
+    """
+    certain, written = set(named), None
+    found = []
+    for token in added:
+        text, is_mark = token.content, _MARK.fullmatch(token.content) is not None
+        if text in certain or (token.special and is_mark):
+            found.append(text)
+        elif not text.isspace() and (token.special or is_mark):
+            written = written or "\0".join((*_literals(template.text), *_renders(template)))
+            if text in written:
+                found.append(text)
+    return found
+
+
+def _literals(text: str) -> Iterator[str]:
+    """Returns what stands in a template as text, and what it may write of its strings."""
+    tree = chat_environment(None).parse(text)
+    yield from (node.data for node in tree.find_all(nodes.TemplateData))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+
+
+def _renders(template: ChatTemplate) -> Iterator[str]:
+    """Conversations of words without a mark, for the marks that a template joins: `'<|' + message.role + '|>'`."""
+    plain = [say(role, "a") for role in _ROLES]
+    for messages, tools in ((plain, None), *PROBES):
+        try:
+            yield template.render(messages, tools).text
+        except RowFault:
+            continue
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ For example, a template of Qwen3 asked for the prompt adds `<|im_start|>assistan
 Its block (1) begins at the second `<|im_start|>`. What the prompt repeats (2, `~`) is context; everything behind it up to the
 last control token (3, `^`) is trained, and the line end is not.
 
-Where it is: 1 `owner_notes`, 2 `turn_begin` and `prompts`, 3 to 5 `turn_end`, 6 `turn_text`; what a template writes around
+Where it is: 1 `owner_notes`, 2 `turn_begin`, 3 to 5 `turn_end`, 6 `turn_text`; what a template writes around
 turns `turn_signs`; whether a turn says what its message says `turn_check`.
 
 Always true:
@@ -43,13 +43,11 @@ from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
-from raysvc.chat.turns.prompts import Prompts
 from raysvc.chat.turns.token_texts import TokenTexts
-from raysvc.chat.turns.turn_begin import TurnBegin
+from raysvc.chat.turns.turn_begin import Prompts, TurnBegin
 from raysvc.chat.turns.turn_check import is_empty, left_out, texts_of, verify_turn
 from raysvc.chat.turns.turn_end import TurnEnd
-from raysvc.chat.turns.turn_probes import PROBES, QUIET
-from raysvc.chat.turns.turn_signs import Frame, TurnSigns, common_prefix
+from raysvc.chat.turns.turn_signs import PROBES, QUIET, Frame, TurnSigns, common_prefix
 from raysvc.chat.turns.turn_text import SaidTexts, own_parts, with_content
 
 ALL_EMPTY = "every trained message is empty"
