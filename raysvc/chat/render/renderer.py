@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
@@ -41,6 +42,7 @@ from raysvc.media.media_desk import MediaDesk
 
 HAD_BEGIN = "the text began with the tokens that the tokenizer puts before it"
 HAD_END = "the text ended with an end of turn or of sequence"
+_ROLE = itemgetter("role")
 _SHOWN = frozenset(
     {"system", "user", "assistant"}
 )  # roles that a template has a word for, or means to leave out
@@ -179,17 +181,17 @@ class Renderer:
             RowFault: it takes messages of a role, and shows none of them.
         """
         has_tools = example.tools is not None
-        for role in {message["role"] for message in example.messages} - _SHOWN:
+        for role in {*map(_ROLE, example.messages)} - _SHOWN:
             if self._tokenizer.hides_role(role, has_tools):
                 ours = "system" if role == "developer" else "user"
                 raise RowFault(
                     f"the chat template shows no message of role {role!r}",
                     f"source.roles: {{{role}: {ours}}} maps it, if it is one",
                 )
-        silent = any("content" not in message for message in example.messages)
-        if example.has_parts or example.has_calls or example.tools or silent:
-            return self._tokenizer.fit(example.tools is not None).fitted(example)
-        return example
+        is_plain = not (example.has_parts or example.has_calls or example.tools)
+        if is_plain and all("content" in message for message in example.messages):
+            return example
+        return self._tokenizer.fit(has_tools).fitted(example)
 
     def _rendered(self, example: ChatExample) -> tuple[Sequence, Render]:
         """The sequence of a conversation whose media have no place yet, and its render."""
@@ -203,13 +205,14 @@ class Renderer:
         if example.all_tokens:
             return Sequence(text, [(0, len(text), FREE)], example=example), render
         spans = [(one.start, one.end, _kind(one)) for one in finder.spans(render, example)]
-        thoughts = thoughts_of([example.messages[place] for place in example.trained])
+        trained, removed = [example.messages[place] for place in example.trained], 0
         suffix: tuple[int, ...] = ()
         start, end, kind = spans[-1]
         if self._end_id is not None and kind == ENDLESS_TURN and not text[end:].strip():
             spans[-1], suffix = (start, len(text), OPEN_TURN), (self._end_id,)
-        trained = "".join([text[start:end] for start, end, _ in spans]) if thoughts else ""
-        removed = sum(max(0, count - trained.count(thought)) for thought, count in Counter(thoughts).items())
+        if thoughts := thoughts_of(trained):
+            said = "".join([text[start:end] for start, end, _ in spans])
+            removed = sum(max(0, count - said.count(one)) for one, count in Counter(thoughts).items())
         return Sequence(text, spans, suffix=suffix, example=example, removed=removed), render
 
     def _text(self, example: TextExample) -> Sequence:
