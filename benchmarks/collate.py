@@ -140,9 +140,9 @@ def split(values: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 def ours(rows: Rows, name: str, repeats: int) -> Iterator[tuple[str, str, float]]:
     """(tool, what, ms) of this project: collation alone, and with the planning of the mini-batch."""
-    from raysvc.collate import collate_mini_batch
+    from raysvc.collate.collate import collate_mini_batch
     from raysvc.job.config import PlanConfig
-    from raysvc.plan import Plan
+    from raysvc.plan.plan import Plan
     from raysvc.row_batch import RowBatch
 
     lengths = rows["lengths"].astype(np.int32)

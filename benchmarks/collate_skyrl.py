@@ -71,11 +71,11 @@ def first_targets(rows: Rows) -> np.ndarray:
 
 def ours(rows: Rows, name: str, what: str) -> dict[str, Callable[[], object]]:
     """Ways that make shards, and batches."""
-    from raysvc.collate import collate_mini_batch
+    from raysvc.collate.collate import collate_mini_batch
     from raysvc.integrations.skyrl import BatchRules
     from raysvc.integrations.skyrl_tensors import training_batch
     from raysvc.job.config import PlanConfig
-    from raysvc.plan import Plan
+    from raysvc.plan.plan import Plan
     from raysvc.row_batch import RowBatch
 
     lengths = rows["lengths"].astype(np.int32)

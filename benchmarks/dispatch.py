@@ -48,7 +48,7 @@ class Producer:
     """Stands for the batch server: returns one shard per rank, made before the clock starts."""
 
     def __init__(self, mb: float) -> None:
-        from raysvc.collate import Denominators, MicroBatch, Shard
+        from raysvc.collate.shard import Denominators, MicroBatch, Shard
 
         lines = lines_of(mb) // DP_SIZE
         ones = np.ones(lines, np.int32)

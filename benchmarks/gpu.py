@@ -25,7 +25,7 @@ import numpy as np
 from common import show
 
 from raysvc.actors.staging.staging import Staging, StagingOptions
-from raysvc.collate import Denominators, MicroBatch, Shard
+from raysvc.collate.shard import Denominators, MicroBatch, Shard
 
 ROOT = Path(__file__).parents[1]
 MB = 10**6

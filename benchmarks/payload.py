@@ -26,9 +26,9 @@ from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.carry import arrow_values
-from raysvc.collate import collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 
 CELL = (94, 8)
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels", "experts")

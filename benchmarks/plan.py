@@ -53,7 +53,7 @@ class Repeated:
 def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Milliseconds of one step, and memory."""
     from raysvc.job.config import PlanConfig
-    from raysvc.plan import Plan
+    from raysvc.plan.plan import Plan
 
     config = PlanConfig(batch_size=batch_size, **shape)
     plan = Plan(config, Repeated(num_rows))  # type: ignore[arg-type]
@@ -76,7 +76,8 @@ def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: in
 def mixture_cost(batch_size: int, repeats: int) -> dict[str, Any]:
     """A mixture of ten entries of 1e8 rows."""
     from raysvc.job.config import PlanConfig
-    from raysvc.plan import Mixture, MixtureSource, Plan, Stage
+    from raysvc.plan.mixture import Mixture, MixtureSource, Stage
+    from raysvc.plan.plan import Plan
 
     sources = tuple(MixtureSource(f"source-{number}", 10**8) for number in range(10))
     mixture = Mixture(sources, (Stage(0, tuple(range(10**7, 11 * 10**7, 10**7))),))
@@ -94,7 +95,7 @@ def report_cost(num_rows: int) -> float:
     from raysvc.collate.plan_report import plan_report
     from raysvc.collate.shard_bytes import ColumnBytes
     from raysvc.job.config import PlanConfig
-    from raysvc.plan import Plan
+    from raysvc.plan.plan import Plan
 
     plan = Plan(PlanConfig(batch_size=256), Repeated(num_rows))  # type: ignore[arg-type]
     start = time.perf_counter()

@@ -294,7 +294,7 @@ class StepInfo:
         weight_versions: oldest and newest weight version of the rows (rollouts), else None.
         groups_s: waiting for producers of rollouts.
         build_s: waiting for rows to be tokenized.
-        order: as `raysvc.plan.Plan.order_of` of the epoch.
+        order: as `raysvc.plan.plan.Plan.order_of` of the epoch.
         frontier: of the group when a rank fetched; no part of the step.
         rollouts: of the rows (rollouts), else None; a rank gets their metrics alone.
         rollout_metrics: of a rank.

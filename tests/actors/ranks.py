@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
-from raysvc.collate import Shard
+from raysvc.collate.shard import Shard
 
 VOCAB = 64
 

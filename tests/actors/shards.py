@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.collate import Denominators, MicroBatch, MiniBatchInfo, Shard, collate_mini_batch, info_of
+from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.info import MiniBatchInfo, info_of
+from raysvc.collate.shard import Denominators, MicroBatch, Shard
 from raysvc.job.config import PlanConfig
-from raysvc.plan import MiniBatchPlan, Plan
+from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.row_batch import RowBatch
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")

@@ -12,10 +12,10 @@ from raysvc.actors.model import token_model
 from raysvc.actors.model.head_logprobs import head_top_k
 from raysvc.actors.worker.losses import DistillLoss, SftLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
-from raysvc.collate import collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 from raysvc.row_batch import RowBatch, WideRows
 
 from .ranks import VOCAB, DoubleWorker, Ranks, gradients_of, tiny_spec

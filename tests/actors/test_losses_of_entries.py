@@ -20,7 +20,7 @@ from raysvc.actors.worker.row_losses import PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 from raysvc.builds.job_plan import plan_config
 from raysvc.builds.mixed_job import mixture_spec
-from raysvc.collate import Shard
+from raysvc.collate.shard import Shard
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.row_batch import RowBatch

@@ -18,7 +18,7 @@ from raysvc.actors.worker.losses import LossSum
 from raysvc.actors.worker.process_group import threads_of
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
-from raysvc.collate import Shard
+from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, WorkerFailed
 from raysvc.job.config import JobConfig
 from raysvc.training.train_loop import model_spec

@@ -13,10 +13,10 @@ import torch
 
 from raysvc.actors.worker.row_losses import KtoLoss, LossRows, PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
-from raysvc.collate import collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
 from raysvc.plan.groups import Groups
+from raysvc.plan.plan import Plan
 from raysvc.row_batch import RowBatch
 
 from . import pair_reference

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raysvc.actors.staging.slots import NoFreeSlot, Slot, Slots, aligned
 from raysvc.actors.staging.staging import Staging, StagingOptions
-from raysvc.collate import Shard
+from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .fake_device import FakeDevice, ForgetsConsumed, ForgetsCopied, ForgetsHost

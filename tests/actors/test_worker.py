@@ -21,8 +21,8 @@ from raysvc.actors.worker import checkpoint
 from raysvc.actors.worker.losses import PolicyLoss
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.timer import PARTS
-from raysvc.collate import Shard
 from raysvc.collate.row_values import RowValues, in_order
+from raysvc.collate.shard import Shard
 from raysvc.training.run_folder import RunFolder
 
 from .ranks import VOCAB, DoubleWorker, Ranks, tiny_spec

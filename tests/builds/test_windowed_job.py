@@ -22,7 +22,7 @@ from raysvc.builds.job_plan import plan_of
 from raysvc.cli.main import app
 from raysvc.collate.row_values import RowValues
 from raysvc.job.job_file import load_job
-from raysvc.plan import PlanState
+from raysvc.plan.state import PlanState
 from raysvc.training.loss_shares import LossShares
 
 runner = CliRunner()

@@ -19,7 +19,7 @@ from raysvc.cache.find import open_entry
 from raysvc.cache.growing import slice_receipts
 from raysvc.errors import EntryError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import PlanState
+from raysvc.plan.state import PlanState
 
 from .test_growing_entry import SLICES, Source, digests
 

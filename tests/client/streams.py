@@ -10,7 +10,7 @@ from typing import Any
 
 def digest(shard: Any) -> str:
     """A hash over every byte of a shard, or of what a ref of it holds, and over all that describes it."""
-    from raysvc.collate import read_shard
+    from raysvc.collate.shard import read_shard
 
     shard = read_shard(shard)
     out = hashlib.sha256(

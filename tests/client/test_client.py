@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 
 pytestmark = pytest.mark.ray
 Served = Callable[..., Any]

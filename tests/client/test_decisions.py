@@ -14,7 +14,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.spec import MixtureSpec, ServeSpec
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 from raysvc.errors import ConfigError, EntryError, ServerError, StateMismatch, StepOutOfOrder
 from raysvc.inspect.replay_run import replay_run
 from raysvc.row_ids import written

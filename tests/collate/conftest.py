@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from raysvc.collate import Shard, collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.shard import Shard
 from raysvc.job.config import PlanConfig
-from raysvc.plan import MiniBatchPlan, Plan
+from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.row_batch import RowBatch
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.collate import collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.columns import SEVERAL_ROWS
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 
 COLUMNS = (
     "input_ids", "attention_mask", "position_ids", "loss_mask", "labels", "advantages", "router", "reward", "source_row",

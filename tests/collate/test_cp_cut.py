@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from raysvc.actors.server.make_step import Recipe, make_step
 from raysvc.actors.server.spec import Role
-from raysvc.collate import token_weights
+from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.parallel.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 from raysvc.plan.rank_plan import DUMMY_LENGTH
 from tests.collate.conftest import collate_step, random_data
 

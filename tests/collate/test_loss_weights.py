@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import raysvc
-from raysvc.collate import row_weights, token_weights
+from raysvc.collate.loss_weights import row_weights, token_weights
 from raysvc.collate.shard import Denominators
 from raysvc.job.config import PlanConfig
 

@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from raysvc.collate import info_of
+from raysvc.collate.info import info_of
 from raysvc.collate.plan_report import plan_report, rows_of_step
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 from raysvc.row_batch import RowBatch
 
 ROW = RowBatch(

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from raysvc.collate import info_of
+from raysvc.collate.info import info_of
 from raysvc.job.config import PlanConfig
 
 SHAPES = [{}, {"layout": "padded_left"}, {"layout": "packed", "micro_batch_tokens": 64}]

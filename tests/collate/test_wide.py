@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.collate import Shard, collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.row_values import cells_of
+from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.collate.text_columns import of_fixed_width
 from raysvc.job.column_dtypes import BF16, bf16_of, numpy_dtype
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 from raysvc.row_batch import RowBatch, WideRows
 
 DTYPES = ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32"]

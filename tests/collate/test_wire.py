@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 from raysvc.errors import ConfigError
 from raysvc.job.column_dtypes import BF16
 from raysvc.job.config import PlanConfig

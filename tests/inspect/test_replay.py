@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 from raysvc.inspect.row_view import DUMMY, padding_cells, shard_pictures
 from raysvc.job.config import PlanConfig
 from raysvc.row_ids import parse, written

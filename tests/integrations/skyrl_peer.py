@@ -39,7 +39,7 @@ from skyrl.train.dataset.preprocess import (  # noqa: E402
 from raysvc.integrations.skyrl import BatchRules  # noqa: E402
 from raysvc.integrations.skyrl_rules import REDUCTIONS  # noqa: E402
 from raysvc.job.config import PlanConfig  # noqa: E402
-from raysvc.plan import Plan  # noqa: E402
+from raysvc.plan.plan import Plan  # noqa: E402
 from raysvc.row_batch import RowBatch  # noqa: E402
 
 logger.remove()

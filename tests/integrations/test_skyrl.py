@@ -16,7 +16,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Part, Role
-from raysvc.collate import collate_mini_batch
+from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.loss_weights import row_weights
 from raysvc.collate.shard import Shard
@@ -27,8 +27,7 @@ from raysvc.integrations.skyrl_rules import REDUCTIONS, THEIR_NAMES, WHOLE_ROW
 from raysvc.integrations.skyrl_tensors import BatchShard, TrainingInput, training_input
 from raysvc.job.column_dtypes import BF16, bf16_of
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
-from raysvc.plan.plan import MiniBatchPlan
+from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.rank_plan import RankPlan
 from raysvc.row_batch import RowBatch, WideRows
 

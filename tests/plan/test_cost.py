@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raysvc.plan import CostModel
+from raysvc.plan.cost import CostModel
 
 
 def test_costs_are_exact_integers_that_grow_with_length():

@@ -14,8 +14,8 @@ import pytest
 
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
 from raysvc.plan.entry_plan import eval_plan
+from raysvc.plan.plan import Plan
 from raysvc.plan.state import PlanState
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts.md"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
 from raysvc.plan.mixture import (
     Mixture,
     MixtureSource,
@@ -19,6 +18,7 @@ from raysvc.plan.mixture import (
     counts_by_epochs,
     counts_by_weight,
 )
+from raysvc.plan.plan import Plan
 
 
 @st.composite

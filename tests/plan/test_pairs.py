@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
 from raysvc.plan.entry_plan import plan_of_entries
 from raysvc.plan.groups import Groups
+from raysvc.plan.plan import Plan
 
 PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan
+from raysvc.plan.plan import Plan
 
 GOLDEN_HASH = "ec84dd115cb442348de5b61f71e1397d2d98c7648f1a94401d646ba70fbb8884"
 SHUFFLES = st.sampled_from(["none", "full", "block(5)"])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.errors import PlanError
-from raysvc.plan import Schedule
+from raysvc.plan.schedule import Schedule
 
 TAILS = st.sampled_from(["pad", "drop", "wrap"])
 

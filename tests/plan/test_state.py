@@ -7,8 +7,9 @@ import pytest
 
 from raysvc.errors import StateMismatch
 from raysvc.job.config import PlanConfig
-from raysvc.plan import Plan, PlanState
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
+from raysvc.plan.plan import Plan
+from raysvc.plan.state import PlanState
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 50).astype(np.int32)
 BASE = {"batch_size": 8, "mini_batch_size": 4, "epochs": 3, "seed": 7}

@@ -74,7 +74,7 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
     import ray
 
     import raysvc
-    from raysvc.collate import read_shard
+    from raysvc.collate.shard import read_shard
 
     started("stream", prompts=prompts_of(10, epochs=2, seed=3))
     epochs: list[tuple[int, str]] = []
@@ -119,7 +119,7 @@ def test_the_last_step_of_a_stream_is_short_or_left_out_and_a_server_without_pro
     import ray
 
     import raysvc
-    from raysvc.collate import read_shard
+    from raysvc.collate.shard import read_shard
 
     plan = {"batch_size": 4, "columns": ("input_ids", "labels", "reward"), "tail": tail}
     started("short", prompts=prompts_of(7), plan=plan)
@@ -156,7 +156,7 @@ def test_a_step_whose_rows_are_all_gone_passes_and_the_next_one_is_trained(
 
     import raysvc
     from raysvc.actors.launch import stop_server
-    from raysvc.collate import read_shard
+    from raysvc.collate.shard import read_shard
 
     job = prompts_of(8, shuffle="none")
     started("spoilt", prompts=job)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 from raysvc.rl.group import Group
 
 pytestmark = pytest.mark.ray

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.collate import read_shard
+from raysvc.collate.shard import read_shard
 from raysvc.errors import ConfigError, FencedError, SourceError, StateMismatch, StepNotReady
 from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group

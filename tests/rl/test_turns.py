@@ -27,7 +27,7 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.actors.worker.losses import PolicyLoss, Targets
-from raysvc.collate import sequence_weights, token_weights
+from raysvc.collate.loss_weights import sequence_weights, token_weights
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import PlanConfig
 from raysvc.rl.advantages import group_advantages

@@ -15,10 +15,11 @@ from raysvc import row_ids
 from raysvc.errors import EntryError, PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
 from raysvc.media.medium import PATCHES
-from raysvc.plan import Plan, PlanState
 from raysvc.plan.entry_plan import plan_of_entries
+from raysvc.plan.plan import Plan
 from raysvc.plan.rank_plan import deal, deal_pairs
 from raysvc.plan.sliced.sliced_rows import window_of
+from raysvc.plan.state import PlanState
 
 SLICES = st.lists(
     st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=8
