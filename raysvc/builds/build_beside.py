@@ -33,7 +33,6 @@ from raysvc.errors import RaysvcError
 from raysvc.evals.held_rows import held_share
 from raysvc.job.config import JobConfig
 from raysvc.plan.entry_plan import sampled_slices
-from raysvc.plan.order import CustomOrder, Order
 from raysvc.plan.sliced.window_order import is_windowed
 from raysvc.progress import Progress, Tick
 
@@ -227,7 +226,7 @@ class BuildBeside:
     def _needed(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
         """(source, slice) of all slices, as the steps from `step` on need them."""
         plan = plan_of(job, self.entry)
-        assert not isinstance(plan.order, Order | CustomOrder), "an order over all rows waits for them"
+        assert plan.rows.are_sliced, "an order over all rows waits for them"
         step = min(step, plan.schedule.num_steps - 1)
         return plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
 

@@ -24,7 +24,7 @@ import numpy as np
 from raysvc.errors import PlanError, StateMismatch
 from raysvc.feedback.request import Request
 from raysvc.plan.entry_plan import CountedRows, weighted_counts
-from raysvc.plan.mixture import Mixture, Stage
+from raysvc.plan.mixture import Stage
 from raysvc.plan.plan import Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
@@ -128,7 +128,7 @@ def decision_of(request: Request, from_step: int, plan: Plan, sources: Sources |
 def _counts(
     weights: Mapping[str, float], from_step: int, plan: Plan, sources: Sources | None
 ) -> tuple[int, ...]:
-    if sources is None or not isinstance(plan.order, Mixture):
+    if sources is None:
         raise PlanError(
             "set_mixture_weights", "the plan is not a mixture", "name several sources in `mixture`"
         )
@@ -137,7 +137,7 @@ def _counts(
     if unknown or missing:
         what = f"there is no source {unknown[0]!r}" if unknown else f"{missing[0]!r} has no weight"
         raise PlanError("set_mixture_weights", what, f"give weights of {', '.join(sources.names)}")
-    if position_of(plan.schedule, from_step) < plan.order.stages[-1].first:
+    if position_of(plan.schedule, from_step) < plan.order.last_join:
         what = f"step {from_step} comes before the last source of the job joins"
         raise PlanError(
             "set_mixture_weights(from_step)", what, "give that source's from_step, or a later one"

@@ -26,12 +26,12 @@ from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.plan import Plan
+from raysvc.plan.plan_rows import HeldRows
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.sliced_rows import (
     MOST,
     OPEN_BEYOND,
-    FullSource,
     PlanSource,
     SlicedEntry,
     SlicedRows,
@@ -87,23 +87,24 @@ def plan_of_entries(
     pairs = _are_pairs(entries)
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
     if numbers_by_slice(config, shuffles):
-        rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
+        rows = SlicedRows(entries, [_source(*each) for each in zip(entries, wanted, strict=True)])
         if not stages and not entries[0].listings:
             window = window_of(config.shuffle, entries[0])
             config = config.model_copy(update={"shuffle": f"window({window})"})
-        mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
+        mixture = _mixture(config, entries, wanted, stages) if stages else None
         return Plan(config, rows, entry_keys=keys, mixture=mixture)
     starts = [one.slice_starts for one in entries]
+    places = RowPlaces(starts)
     entries = chosen_entries(config, entries, shuffles, may_lack=not stages)
     chosen = None if config.rows is None else _positions(entries, starts)
-    held = [FullSource(one, group_bounds(one)) for one in entries]
-    mixture = _mixture(config, held, wanted, stages) if stages else None
-    groups = _joined(entries, [one.bounds for one in held], pairs)
-    lengths, patches = concatenated([one.lengths for one in held]), _patches(entries)
-    return Plan(
-        config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=patches,
-        row_values=entries[0].row_values, slice_starts=starts, chosen=chosen,
-    )  # fmt: skip
+    if chosen is not None:
+        places = places.among(chosen)
+    mixture = _mixture(config, entries, wanted, stages) if stages else None
+    lengths = concatenated([one.lengths() for one in entries])
+    held = HeldRows(
+        lengths, _groups(entries, pairs), _patches(entries), places, row_values=entries[0].row_values
+    )
+    return Plan(config, held, entry_keys=keys, mixture=mixture, chosen=chosen)
 
 
 class ChosenEntry:
@@ -208,31 +209,30 @@ def _source(entry: PlannedEntry, shuffle: str) -> PlanSource:
     if is_windowed(shuffle):
         window = MOST if entry.listings and shuffle == "window" else window_of(shuffle, entry)
         return WindowedSource(entry, window + OPEN_BEYOND)
-    return FullSource(entry, group_bounds(entry))
+    places = RowPlaces([entry.slice_starts])
+    return HeldRows(entry.lengths(), _groups([entry]), _patches([entry]), places)
 
 
 def _mixture(
     config: PlanConfig,
-    sources: Sequence[PlanSource],
+    entries: Sequence[PlannedEntry],
     shuffles: Sequence[str],
     stages: Sequence[tuple[int, tuple[int, ...]]],
 ) -> Mixture:
     """The mixture; a source that is not shuffled like `config.shuffle`, and one with a window, has an order of its own."""
-    sliced = any(isinstance(source, WindowedSource) for source in sources)
+    sliced = any(map(is_windowed, shuffles))
     mixed = []
-    for source, shuffle in zip(sources, shuffles, strict=True):
-        key = rows_key(source.entry.key, source.entry.recipe)
+    for entry, shuffle in zip(entries, shuffles, strict=True):
+        key, num_groups = rows_key(entry.key, entry.recipe), count_groups(entry, shuffle)
         order: Order | WindowOrder | FollowedOrder | None = None
-        if isinstance(source, WindowedSource):
-            order = order_of(source.entry, shuffle, config.seed, salt=key)
-            if not source.entry.listings:  # each listing has a window of its own
-                shuffle = f"window({window_of(shuffle, source.entry)})"
+        if is_windowed(shuffle):
+            order = order_of(entry, shuffle, config.seed, salt=key)
+            if not entry.listings:  # each listing has a window of its own
+                shuffle = f"window({window_of(shuffle, entry)})"
         elif shuffle != config.shuffle:
-            order = Order(source.num_groups, config.seed, parse_shuffle(shuffle), salt=key)
+            order = Order(num_groups, config.seed, parse_shuffle(shuffle), salt=key)
         own = shuffle if order else ""
-        mixed.append(
-            MixtureSource(key, source.num_groups, order, own, digest_of(source.entry) if sliced else "")
-        )
+        mixed.append(MixtureSource(key, num_groups, order, own, digest_of(entry) if sliced else ""))
     block = 0 if is_windowed(config.shuffle) else parse_shuffle(config.shuffle)
     return Mixture(tuple(mixed), tuple(Stage(*stage) for stage in stages), config.seed, block)
 
@@ -319,10 +319,11 @@ def _tokens(entry: CountedRows, shuffle: str, num_groups: int) -> Fraction | int
     return Fraction(found * num_groups, int(entry.source_rows[sampled].sum()))
 
 
-def _joined(entries: Sequence[PlannedEntry], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:
-    """Groups over the rows of all entries, one entry after the other; None: every row is its own group."""
+def _groups(entries: Sequence[PlannedEntry], pairs: bool = False) -> Groups:
+    """Groups over the rows of all entries, one entry after the other."""
+    bounds = [group_bounds(one) for one in entries]
     if all(one is None for one in bounds):
-        return None
+        return Groups.singles(sum(one.num_rows for one in entries))
     firsts: list[Int64s] = []
     offset = 0
     for entry, its in zip(entries, bounds, strict=True):

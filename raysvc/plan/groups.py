@@ -81,11 +81,17 @@ class Groups:
         digest = hashlib.sha256(bounds.astype("<i8").tobytes()).hexdigest()
         return cls(int(bounds[-1]), len(bounds) - 1, bounds=bounds, digest=digest, are_pairs=are_pairs)
 
+    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        """The first row of each group in `rows`, and how many rows it has; int64 [P] each."""
+        if self.bounds is None:
+            return groups, np.ones(len(groups), np.int64)
+        return self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
+
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
         if self.bounds is None:
             return groups, np.arange(len(groups), dtype=np.int32)
-        starts, sizes = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
+        starts, sizes = self.spans(groups)
         index = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
         cells = cells_of_runs(starts, sizes)
         return cells if self.rows is None else self.rows[cells], index

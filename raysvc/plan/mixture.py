@@ -15,7 +15,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from raysvc import row_ids
 from raysvc.errors import PlanError
-from raysvc.plan.order import Order
+from raysvc.plan.order import GroupOrder, Order
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
@@ -75,7 +75,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(GroupOrder):
     """A stream of groups of several sources; group numbers run through the sources in their order.
 
     Where rows are numbered by slice, the groups of source k are numbered from `row_ids.source_base(k)` on.
@@ -120,8 +120,17 @@ class Mixture:
         """Positions of one epoch."""
         return groups_of_epoch(self.stages[0].counts, [source.num_groups for source in self.sources])
 
-    def turns_before(self, position: int) -> list[int]:
-        """[K], how many groups of each source come before a position of the stream, all epochs counted."""
+    @property
+    def last_join(self) -> int:
+        """See `GroupOrder`."""
+        return self.stages[-1].first
+
+    def decided_by(self, stages: Sequence[Stage]) -> Mixture:
+        """See `GroupOrder`."""
+        return replace(self, decided=tuple(stages))
+
+    def turns_before(self, position: int, num_sources: int = 1) -> list[int]:
+        """[K], how many groups of each of its sources come before a position of the stream, all epochs counted."""
         stages, firsts, before = self._in_force
         number = int(np.searchsorted(firsts, position, side="right")) - 1
         more = _counts_until(stages[number], position - firsts[number], len(self.sources))
@@ -152,14 +161,15 @@ class Mixture:
         stream = np.array([*firsts, firsts[-1] + far * stages[-1].period], float)
         needs, found = [], []
         for number, source in enumerate(self.sources):
-            if isinstance(source.order, WindowOrder | FollowedOrder):
-                counts = stages[-1].counts
-                last = before[-1][number] + far * (counts[number] if number < len(counts) else 0)
-                turns = np.array([*(one[number] for one in before), last], float)
-                passed, place = divmod(self.turns_before(position)[number], source.num_groups)
-                slices, places = source.order.needs_from(passed, place)
-                needs.append(np.interp(passed * source.num_groups + places, turns, stream))
-                found.append(np.stack([np.full(len(slices), number), slices]))
+            if source.order is None:
+                continue
+            counts = stages[-1].counts
+            last = before[-1][number] + far * (counts[number] if number < len(counts) else 0)
+            turns = np.array([*(one[number] for one in before), last], float)
+            passed, place = divmod(self.turns_before(position)[number], source.num_groups)
+            slices, places = source.order.needs_from(passed, place)
+            needs.append(np.interp(passed * source.num_groups + places, turns, stream))
+            found.append(np.stack([np.full(len(slices), number), slices]))
         order = np.argsort(np.concatenate(needs), kind="stable")
         return [(int(one[0]), int(one[1])) for one in np.concatenate(found, axis=1)[:, order].T]
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,45 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
 
 
+class GroupOrder:
+    """Answers what a plan asks of its order, as an order does that follows from the plan's identity and that no slices decide."""
+
+    @property
+    def last_join(self) -> int:
+        """Position from which on no further source joins."""
+        return 0
+
+    def digest(self, epoch: int) -> str | None:
+        """sha256 of the order of `epoch`, 64 hex digits; None: it follows from the identity."""
+        return None
+
+    def turns_before(self, position: int, num_sources: int = 1) -> list[int]:
+        """[K], how many groups of each of so many sources, from its first one on, those before a position of the stream may have, all
+        epochs counted."""
+        return [position] * num_sources
+
+    def decided_by(self, stages: Sequence[Any]) -> Any:
+        """The order with stages of a mixture that were decided while it was followed.
+
+        Raises:
+            PlanError: there are some, and it is no mixture.
+        """
+        if stages:
+            raise PlanError("weights", "the plan is not a mixture", "name several sources in `mixture`")
+        return self
+
+    def needs_from(self, epoch: int, position: int) -> tuple[Int64s, Int64s]:
+        """All slices [S], those first that the positions of the epoch from this one on need first, and the position from which on
+        each is needed [S]; its end for those that it needs no more. None of an order over all rows."""
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(source, slice), as `needs_from`."""
+        return [(0, number) for number in self.needs_from(epoch, position)[0].tolist()]
+
+
 @dataclass(frozen=True)
-class Order:
+class Order(GroupOrder):
     """Order of `num_groups` groups in every epoch.
 
     Attributes:
@@ -151,7 +189,7 @@ class _Blocks:
         return out
 
 
-class CustomOrder:
+class CustomOrder(GroupOrder):
     """Order of all epochs by a function of the user: `plan.order: module:name`.
 
     The function is imported where the plan is made: by the server, by `raysvc plan`, and by collators. The identity has its name and
@@ -178,10 +216,6 @@ class CustomOrder:
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         """Groups at `positions` (int64 [P], each in [0, G)) of `epoch`."""
         return self._epoch(epoch)[positions]
-
-    def identity(self) -> dict[str, str]:
-        """Returns what tells it from other orders."""
-        return {"name": self._name, "first_epoch": self.digest(0)}
 
     def digest(self, epoch: int) -> str:
         """sha256 of the order of `epoch`, 64 hex digits."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,19 +29,15 @@ from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.cost import CostModel
 from raysvc.plan.fact_table import facts_html, facts_text
-from raysvc.plan.groups import Groups, OrderRows
+from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, Stage
-from raysvc.plan.order import CustomOrder, Order, parse_shuffle
 from raysvc.plan.pack import aligned
 from raysvc.plan.plan_rows import HeldRows, PlanRows
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
-from raysvc.plan.sliced.followed_order import FollowedOrder
-from raysvc.plan.sliced.sliced_rows import SlicedRows
-from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.plan.windows import Windows
-from raysvc.row_ids import RowPlaces, written
+from raysvc.row_ids import written
 
 PLAN_VERSION = 2  # ids of rows are addresses
 DEFAULT_MICRO_BATCH_SIZE = 8
@@ -78,16 +74,11 @@ class Plan:
 
     Args:
         config: section `plan` of the job.
-        lengths: int [N], tokens of every row of the entry; may be a memory map, is never copied. Or rows that are known
-            slice by slice.
-        uids: one uid per row; rows of one uid are a group. None: every row is its own group.
-        groups: instead of `uids`, for rows that lie together already.
+        rows: of the entries; or int [N], tokens of every row, which may be a memory map and is never copied.
+        uids: beside tokens, one uid per row; rows of one uid are a group. None: every row is its own group.
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
-        patches: int [N], work of a media encoder, by row; None: the rows have no media. It decides ranks alone.
-        row_values: a per-row column of all rows by name, [N], for `plan.order`.
-        slice_starts: of each entry, int64 [S + 1], the first row of each slice, and where they end; (): an id is a position.
-        chosen: int64 [N], ascending: the rows of the entries that the plan is of; None: all. All else is of these rows alone.
+        chosen: int64 [N], ascending: the rows of the entries that the plan is of; None: all. `rows` are these alone.
 
     Attributes:
         schedule: step arithmetic.
@@ -101,25 +92,15 @@ class Plan:
     def __init__(
         self,
         config: PlanConfig,
-        lengths: npt.NDArray[np.integer[Any]] | SlicedRows,
+        rows: PlanRows | npt.NDArray[np.integer[Any]],
         *,
         uids: Sequence[str] | None = None,
-        groups: Groups | None = None,
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
-        patches: npt.NDArray[np.integer[Any]] | None = None,
-        row_values: Callable[[str], npt.NDArray[Any]] | None = None,
-        slice_starts: Sequence[npt.NDArray[np.int64]] = (),
         chosen: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        places = RowPlaces(slice_starts) if slice_starts else None
-        if places is not None and chosen is not None:
-            places = places.among(chosen)
-        rows = (
-            lengths
-            if isinstance(lengths, SlicedRows)
-            else HeldRows(lengths, _groups(len(lengths), uids, groups), patches, places)
-        )
+        if isinstance(rows, np.ndarray):
+            rows = HeldRows(rows, Groups.singles(len(rows)) if uids is None else Groups.of_uids(uids))
         longest = rows.longest()
         needs = pair_cells(longest, _rules(config)) if rows.are_pairs else longest
         config = with_capacity(config, needs)
@@ -127,9 +108,11 @@ class Plan:
             _refuse_oversize(config, needs, "pair" if rows.are_pairs else "row")
         _refuse_contradictions(config, rows, mixture)
         self.config = config
-        self.rows: PlanRows = rows
+        self.rows = rows
         self.windows = (
-            Windows(longest, config.window, places) if config.layout == "stream" and config.window else None
+            Windows(longest, config.window, rows.places)
+            if config.layout == "stream" and config.window
+            else None
         )
         num_groups = self.windows.num_windows if self.windows else rows.num_groups
         if (
@@ -139,13 +122,7 @@ class Plan:
             raise PlanError(
                 "plan.mixture", f"{known} groups for {num_groups}", "name the groups of every entry"
             )
-        self.order: Mixture | Order | WindowOrder | FollowedOrder | CustomOrder = mixture or _order(
-            config, rows, num_groups
-        )
-        if config.order is not None:
-            assert isinstance(rows, HeldRows), "refused above"
-            all_rows = OrderRows.of(rows.groups, rows.lengths, config.seed, row_values or _no_columns)
-            self.order = CustomOrder(config.order, all_rows)
+        self.order = mixture or rows.order(config, num_groups)
         self.schedule = schedule_of(config, self.order.num_groups)
         self.rules = _rules(config)
         self.identity = _identity(config, self.schedule, rows, entry_keys, mixture)
@@ -156,8 +133,8 @@ class Plan:
             ids = [[*sorted(set(config.rows.include or ()))], [*sorted(set(config.rows.exclude))]]
             told = json.dumps([None if config.rows.include is None else ids[0], ids[1]])
             self.identity["chosen"] = hashlib.sha256(told.encode()).hexdigest()
-        if isinstance(self.order, CustomOrder):
-            self.identity["order"] = self.order.identity()
+        if config.order is not None:
+            self.identity["order"] = {"name": config.order, "first_epoch": self.order.digest(0)}
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
         self._skips = [
             (0, np.union1d(np.array(config.skip_rows, np.int64), left_out))
@@ -194,10 +171,7 @@ class Plan:
             PlanError: stages for a plan that is no mixture.
         """
         decided = copy(self)
-        if isinstance(self.order, Mixture):
-            decided.order = replace(self.order, decided=tuple(stages))
-        elif stages:
-            raise PlanError("weights", "the plan is not a mixture", "name several sources in `mixture`")
+        decided.order = self.order.decided_by(stages)
         decided._skips = self._skips[:1]
         for step, rows in skips:
             decided._skips = [*decided._skips, (step, np.union1d(decided._skips[-1][1], rows))]
@@ -227,12 +201,12 @@ class Plan:
 
     def order_of(self, epoch: int) -> str | None:
         """sha256 of the order of `epoch` by the function of `plan.order`; None: the order follows from the identity."""
-        return self.order.digest(epoch) if isinstance(self.order, CustomOrder) else None
+        return self.order.digest(epoch)
 
     def rows_known_by(self, step: int, num_sources: int) -> list[int]:
         """[K], of each of so many sources the groups, from its first one on, that steps up to this one may have."""
         end = self.schedule.groups_before(step) + self.schedule.groups_at(step)
-        return self.order.turns_before(end) if isinstance(self.order, Mixture) else [end] * num_sources
+        return self.order.turns_before(end, num_sources)
 
     def groups_of(self, step: int) -> npt.NDArray[np.int64]:
         """int64 [B], groups of `step`, in the order of the epoch.
@@ -333,22 +307,6 @@ def schedule_of(config: PlanConfig, num_groups: int) -> Schedule:
     )
 
 
-def _groups(num_rows: int, uids: Sequence[str] | None, groups: Groups | None) -> Groups:
-    if groups is not None:
-        return groups
-    return Groups.singles(num_rows) if uids is None else Groups.of_uids(uids)
-
-
-def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | WindowOrder | FollowedOrder:
-    if isinstance(rows, SlicedRows):
-        return rows.order(config)
-    if is_windowed(config.shuffle):
-        raise PlanError(
-            "plan.shuffle", f"{config.shuffle} needs the slices of an entry", "use full or block(n)"
-        )
-    return Order(num_groups, config.seed, parse_shuffle(config.shuffle))
-
-
 def _choice(config: PlanConfig, rows: PlanRows) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
     """Returns of rows that are numbered by slice the only ones that a plan has (None: all), and those that it has not; ids, ascending.
 
@@ -399,10 +357,6 @@ def _refuse_oversize(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]], 
             f"{int((lengths > budget).sum())} {what}s are over its {budget} tokens ({what} {row} has {lengths[row]})",
             "raise it, or set plan.oversize to truncate, drop or alone",
         )
-
-
-def _no_columns(name: str) -> npt.NDArray[Any]:
-    raise KeyError(name)
 
 
 def _rules(config: PlanConfig) -> Rules:

@@ -7,13 +7,18 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import PlanError
-from raysvc.plan.groups import Groups
+from raysvc.job.config import PlanConfig
+from raysvc.plan.groups import Groups, OrderRows
+from raysvc.plan.order import CustomOrder, Order, parse_shuffle
+from raysvc.plan.sliced.followed_order import FollowedOrder
+from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.ragged import Int64s
 from raysvc.row_ids import RowPlaces
 
@@ -47,6 +52,17 @@ class PlanRows(Protocol):
     def digest(self) -> str:
         """sha256 of what makes groups or slices of the rows; "" where every row is its own group."""
 
+    @property
+    def places(self) -> RowPlaces | None:
+        """Where rows lie whose lengths are all at hand."""
+
+    def order(self, config: PlanConfig, num_groups: int) -> Order | CustomOrder | WindowOrder | FollowedOrder:
+        """The order of so many groups, where no mixture orders them.
+
+        Raises:
+            PlanError: the rows do not lie in slices, and the config has a window over them.
+        """
+
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and the number of each row's group, int32 [n]."""
 
@@ -72,13 +88,14 @@ class PlanRows(Protocol):
 
 
 class HeldRows:
-    """Rows whose lengths are all at hand.
+    """Rows whose lengths are all at hand: those of a plan, or of one source beside others that are windowed.
 
     Args:
         lengths: int [N]; may be a memory map, is never copied.
         groups: of these rows.
         patches: int [N], of their media; None: they have none.
         places: of the rows in slices; None: an id is a position.
+        row_values: a per-row column of all rows by name, [N], for `plan.order`.
 
     Raises:
         PlanError: the groups are of another number of rows.
@@ -92,11 +109,13 @@ class HeldRows:
         groups: Groups,
         patches: npt.NDArray[np.integer[Any]] | None = None,
         places: RowPlaces | None = None,
+        row_values: Callable[[str], npt.NDArray[Any]] | None = None,
     ) -> None:
         if groups.num_rows != len(lengths):
             raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
         self.lengths, self.groups, self.patches = lengths, groups, patches
         self.places = places or RowPlaces.of_rows(len(lengths))
+        self._row_values = row_values or _no_columns
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +136,22 @@ class HeldRows:
     def digest(self) -> str:
         """See `Groups`."""
         return self.groups.digest
+
+    def order(self, config: PlanConfig, num_groups: int) -> Order | CustomOrder:
+        """See `PlanRows`, which says when it raises."""
+        if is_windowed(config.shuffle):
+            raise PlanError(
+                "plan.shuffle", f"{config.shuffle} needs the slices of an entry", "use full or block(n)"
+            )
+        if config.order is None:
+            return Order(num_groups, config.seed, parse_shuffle(config.shuffle))
+        rows = OrderRows.of(self.groups, self.lengths, config.seed, self._row_values)
+        return CustomOrder(config.order, rows)
+
+    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        """The first row of each group, whose rows lie together, and how many rows it has."""
+        first, size = self.groups.spans(groups)
+        return self.places.ids_of(first), size
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
         """Rows of groups, by their ids; see `Groups.rows_of`."""
@@ -152,3 +187,7 @@ class HeldRows:
     def longest(self) -> npt.NDArray[np.integer[Any]]:
         """All lengths."""
         return self.lengths
+
+
+def _no_columns(name: str) -> npt.NDArray[Any]:
+    raise KeyError(name)

@@ -17,6 +17,7 @@ from raysvc.collate.collate import collate_mini_batch
 from raysvc.job.config import PlanConfig
 from raysvc.plan.groups import Groups
 from raysvc.plan.plan import Plan
+from raysvc.plan.plan_rows import HeldRows
 from raysvc.row_batch import RowBatch
 
 from . import pair_reference
@@ -56,7 +57,7 @@ def shards_of(rows: RowBatch, layout: str, dp_size: int) -> Any:
     num_pairs = len(rows) // 2
     config = PlanConfig(batch_size=num_pairs, shuffle="none", **PLANS[layout])
     groups = Groups.of_runs(np.arange(0, len(rows) + 1, 2, dtype=np.int64), are_pairs=True)
-    plan = Plan(config, rows.lengths.astype(np.int32), groups=groups)
+    plan = Plan(config, HeldRows(rows.lengths.astype(np.int32), groups))
     [mini] = plan.step(0, dp_size).mini_batches
     taken = some_rows(rows, mini.row_ids)
     taken = RowBatch(

@@ -92,7 +92,7 @@ def test_the_first_slice_is_made_before_there_is_a_cluster_and_kept_by_the_build
     assert build is not None
     plan = plan_of(job, entry)
     step = int(position * plan.schedule.num_steps)
-    [first, *others] = plan.order.slices_from(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
+    [first, *others] = plan.order.needs_from(plan.schedule.epoch_of(step), plan.schedule.position_of(step))[0]
     assert others
     build.make_first(job, step)
     entry.entries[0].wait_for([first])  # type: ignore[union-attr]

@@ -212,5 +212,5 @@ def test_no_slice_that_a_later_step_has_is_left_out_wherever_a_build_begins(
     for step in reversed(range(plan.schedule.num_steps)):
         place = row_ids.split(plan.groups_of(step))
         later |= set(zip(place.source.tolist(), place.slice.tolist(), strict=True))
-        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))  # type: ignore[union-attr]
+        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
         assert later <= set(needed), step

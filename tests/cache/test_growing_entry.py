@@ -195,7 +195,7 @@ def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> No
     config = PlanConfig(batch_size=4, shuffle="window(1)")
     source.build(5)
     stream = source.stream(config, growing=True)
-    finished_order = stream._opened().plan.order.slices_from(0, 0).tolist()  # type: ignore[union-attr]
+    finished_order = stream._opened().plan.order.needs_from(0, 0)[0].tolist()
     first = finished_order[0]
     assert stream.is_there(0) == (first == 5)
     threading.Timer(0.3, source.build, (first,)).start()
@@ -212,7 +212,7 @@ def test_a_step_whose_rows_were_all_left_out_waits_for_no_other_slice(tmp_path: 
     stream = source.stream(PlanConfig(batch_size=4, shuffle="window(1)"), growing=True)
     for index in (1, 2):
         source.build(index)
-    order = stream._opened().plan.order.slices_from(0, 0).tolist()  # type: ignore[union-attr]
+    order = stream._opened().plan.order.needs_from(0, 0)[0].tolist()
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.append(stream.make(order.index(1), (1,))), daemon=True)
     thread.start()
@@ -245,7 +245,7 @@ def test_sizes_and_peeks_never_wait_and_a_step_that_will_not_come_is_refused(tmp
     stream = source.stream(spec.plan, growing=True)
     maker = StepMaker(spec, {"": stream})
     source.build(0)
-    there = [index == 0 for index in stream._opened().plan.order.slices_from(0, 0)]  # type: ignore[union-attr]
+    there = [index == 0 for index in stream._opened().plan.order.needs_from(0, 0)[0]]
     sizes = maker.sizes(0, 3, (Role(1),), "")
     assert [size is not None for size in sizes] == there
     missing = there.index(False)

@@ -15,7 +15,9 @@ import pytest
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import eval_plan
+from raysvc.plan.groups import Groups
 from raysvc.plan.plan import Plan
+from raysvc.plan.plan_rows import HeldRows
 from raysvc.plan.state import PlanState
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts.md"
@@ -45,7 +47,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
 
 def plan_of(order: str | None, uids: list[str] | None = None, **more: Any) -> Plan:
     config = PlanConfig(batch_size=6, mini_batch_size=6, epochs=2, order=order, **more)
-    return Plan(config, LENGTHS, uids=uids, row_values={"domain": DOMAINS}.__getitem__)
+    groups = Groups.singles(len(LENGTHS)) if uids is None else Groups.of_uids(uids)
+    return Plan(config, HeldRows(LENGTHS, groups, row_values={"domain": DOMAINS}.__getitem__))
 
 
 def rows_of(plan: Plan, step: int) -> list[int]:

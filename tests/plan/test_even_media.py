@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from raysvc import row_ids
 from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import plan_of_entries
+from raysvc.plan.groups import Groups
 from raysvc.plan.plan import Plan
+from raysvc.plan.plan_rows import HeldRows
 from raysvc.plan.rank_plan import Rules, deal, deal_pairs
 
 _spec = importlib.util.spec_from_file_location("rank_plans", Path(__file__).with_name("test_rank_plan.py"))
@@ -92,7 +94,10 @@ def test_rows_without_media_are_dealt_as_before(rules):
 def test_media_decide_ranks_and_not_which_rows_a_step_has():
     patches, lengths = image_mix(1000, 5)
     config = PlanConfig(batch_size=256, mini_batch_size=128, micro_batch_tokens=16384, layout="packed")
-    text, media = Plan(config, lengths), Plan(config, lengths, patches=patches)
+    text, media = (
+        Plan(config, lengths),
+        Plan(config, HeldRows(lengths, Groups.singles(len(lengths)), patches)),
+    )
     assert media.hash == text.hash
     for step in range(4):
         for one, other in zip(media.step(step, 4).mini_batches, text.step(step, 4).mini_batches, strict=True):

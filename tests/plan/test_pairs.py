@@ -14,6 +14,7 @@ from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import plan_of_entries
 from raysvc.plan.groups import Groups
 from raysvc.plan.plan import Plan
+from raysvc.plan.plan_rows import HeldRows
 
 PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4},
@@ -28,7 +29,7 @@ PLANS: list[dict[str, Any]] = [
 
 def pairs_of(lengths: np.ndarray, config: PlanConfig) -> Plan:
     bounds = np.arange(0, len(lengths) + 1, 2, dtype=np.int64)
-    return Plan(config, lengths, groups=Groups.of_runs(bounds, are_pairs=True))
+    return Plan(config, HeldRows(lengths, Groups.of_runs(bounds, are_pairs=True)))
 
 
 @settings(max_examples=80)

@@ -17,6 +17,7 @@ import numpy as np
 
 from raysvc import row_ids
 from raysvc.cache.growing.listings import Listing, Listings
+from raysvc.plan.order import GroupOrder
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced.window_order import WindowOrder
 from raysvc.ragged import Int64s
@@ -24,7 +25,7 @@ from raysvc.ragged import Int64s
 ORDERS_KEPT = 256
 
 
-class FollowedOrder:
+class FollowedOrder(GroupOrder):
     """Order of the rows of a source without an end.
 
     Args:
@@ -56,12 +57,8 @@ class FollowedOrder:
             out[here] = found + row_ids.slice_base(listing.first_slice)
         return out
 
-    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
-        """(source, slice), of source 0, of the listings from the one that has this position on: those first that are needed first."""
-        return [(0, number) for number in self.needs_from(epoch, position)[0].tolist()]
-
     def needs_from(self, epoch: int, position: int) -> tuple[Int64s, Int64s]:
-        """These slices [S], and the position from which on each is needed [S]."""
+        """Slices [S] of the listings from the one that has this position on, and the position from which on each is needed [S]."""
         assert epoch == 0, "a source that is followed has one epoch"
         ends = self._listings.ends
         first = int(np.searchsorted(ends, position, side="right"))

@@ -16,7 +16,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -87,22 +86,8 @@ class SlicedEntry(Protocol):
         """bool [N], whether there is no such row in a slice."""
 
 
-class HeldEntry(SlicedEntry, Protocol):
-    """An entry that tells all lengths."""
-
-    def lengths(self) -> Int32s:
-        """Tokens of every row, int32 [N]."""
-
-    def row_values(self, name: str) -> npt.NDArray[Any]:
-        """A per-row column, [N]."""
-
-
 class PlanSource(Protocol):
     """One source of a plan that goes slice by slice; groups and rows are numbered within it."""
-
-    @property
-    def entry(self) -> SlicedEntry:
-        """The entry that holds the rows."""
 
     @property
     def num_groups(self) -> int:
@@ -114,7 +99,7 @@ class PlanSource(Protocol):
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
 
-    def patches_of(self, ids: Int64s) -> Int64s:
+    def patches_of(self, ids: Int64s) -> Int64s | None:
         """Work of a media encoder, of rows; asked for only where the entry's rows have media."""
 
 
@@ -233,59 +218,23 @@ class WindowedSource:
         return _Slice(lengths, bounds, patches)
 
 
-class FullSource:
-    """An entry whose lengths are all at hand.
-
-    Args:
-        entry: finished.
-        bounds: int64 [G + 1], the first row of each group, and N; None: every row is its own group.
-    """
-
-    def __init__(self, entry: HeldEntry, bounds: Int64s | None) -> None:
-        self.entry, self.bounds, self.lengths = entry, bounds, entry.lengths()
-        self._places = row_ids.RowPlaces([entry.slice_starts])
-
-    @property
-    def num_groups(self) -> int:
-        """Groups."""
-        return self.entry.num_rows if self.bounds is None else len(self.bounds) - 1
-
-    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
-        """First row of each group, and how many rows it has."""
-        first, size = groups, np.ones(len(groups), np.int64)
-        if self.bounds is not None:
-            first, size = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
-        return self._places.ids_of(first), size
-
-    def lengths_of(self, ids: Int64s) -> Int32s:
-        """Tokens of rows."""
-        return np.asarray(self.lengths[self._places.positions_of(ids)], np.int32)
-
-    def patches_of(self, ids: Int64s) -> Int64s:
-        """Work of a media encoder, of rows."""
-        return np.asarray(self._patches[self._places.positions_of(ids)], np.int64)
-
-    @cached_property
-    def _patches(self) -> npt.NDArray[Any]:
-        return self.entry.row_values(PATCHES)
-
-
 class SlicedRows:
     """The rows of a plan over some sources, of which one at least is windowed.
 
     Args:
-        sources: K of them; the numbers of source k begin at `row_ids.source_base(k)`.
+        entries: K of them; the numbers of source k begin at `row_ids.source_base(k)`.
+        sources: their rows.
 
     Raises:
         PlanError: there are too many sources to number.
     """
 
     are_sliced = True
+    places = None
 
-    def __init__(self, sources: Sequence[PlanSource]) -> None:
-        self.sources = tuple(sources)
-        self._entries = [source.entry for source in sources]
-        formats = [entry.recipe.get("format") for entry in self._entries]
+    def __init__(self, entries: Sequence[SlicedEntry], sources: Sequence[PlanSource]) -> None:
+        self.sources, self._entries = tuple(sources), tuple(entries)
+        formats = [entry.recipe.get("format") for entry in entries]
         self.are_pairs = formats[0] in PAIRED
         self.num_groups = sum(source.num_groups for source in sources)
         if len(sources) > row_ids.MOST_SOURCES:
@@ -302,10 +251,10 @@ class SlicedRows:
         """The digest of the cuts of the first source."""
         return digest_of(self._entries[0])
 
-    def order(self, config: PlanConfig) -> WindowOrder | FollowedOrder:
+    def order(self, config: PlanConfig, num_groups: int) -> WindowOrder | FollowedOrder:
         """The order of a single source."""
-        [source] = self.sources
-        return order_of(source.entry, config.shuffle, config.seed)
+        [entry] = self._entries
+        return order_of(entry, config.shuffle, config.seed)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
         """Rows of groups, group after group, and the number of each row's group, among those that have rows."""
@@ -345,7 +294,9 @@ class SlicedRows:
         out = np.zeros(len(ids), np.int64)
         for number, here in _runs(row_ids.split(ids).source):
             if has_media(self._entries[number]):
-                out[here] = self.sources[number].patches_of(ids[here] - row_ids.source_base(number))
+                found = self.sources[number].patches_of(ids[here] - row_ids.source_base(number))
+                assert found is not None, "its rows have media"
+                out[here] = found
         return out
 
     def check(self, ids: Int64s) -> None:

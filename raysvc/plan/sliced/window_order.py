@@ -23,7 +23,7 @@ from collections import OrderedDict
 import numpy as np
 
 from raysvc import row_ids
-from raysvc.plan.order import Permutation, permute_each, round_keys_each
+from raysvc.plan.order import GroupOrder, Permutation, permute_each, round_keys_each
 from raysvc.ragged import Int64s
 
 EPOCHS_KEPT = 2
@@ -34,7 +34,7 @@ def is_windowed(shuffle: str) -> bool:
     return shuffle.startswith("window")
 
 
-class WindowOrder:
+class WindowOrder(GroupOrder):
     """Order of the groups of every epoch; a group is numbered by `raysvc.row_ids`.
 
     Args:
@@ -68,16 +68,8 @@ class WindowOrder:
         keys = round_keys_each(f"{known.key}/slice", slices)
         return row_ids.join(slices[of_place], permute_each(known.sizes[places], keys, of_place, number))  # 2
 
-    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
-        """(source, slice) of all slices, of source 0, as `slices_from`."""
-        return [(0, number) for number in self.slices_from(epoch, position).tolist()]
-
-    def slices_from(self, epoch: int, position: int) -> Int64s:
-        """All slices [S]: those first that the positions of the epoch from this one on need first."""
-        return self.needs_from(epoch, position)[0]
-
     def needs_from(self, epoch: int, position: int) -> tuple[Int64s, Int64s]:
-        """`slices_from`, and the position of the epoch from which on each is needed [S]; its end for those that it needs no more."""
+        """See `GroupOrder`."""
         known = self._epoch(epoch)
         stage = int(np.searchsorted(known.ends, position, side="right"))
         first = max(0, stage - self.window + 1)

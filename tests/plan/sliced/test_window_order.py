@@ -105,7 +105,7 @@ def test_slices_are_named_in_the_order_in_which_the_rest_of_an_epoch_needs_them(
     if not sum(sizes):
         return
     position = data.draw(st.integers(0, sum(sizes) - 1))
-    named = order_of(sizes, window, seed).slices_from(epoch, position).tolist()
+    named = order_of(sizes, window, seed).needs_from(epoch, position)[0].tolist()
     assert sorted(named) == list(range(len(sizes)))
     needed = list(dict.fromkeys(number for number, _ in whole(sizes, window, seed, epoch)[position:]))
     # a stage shuffles its slices, so a slice may come up to W - 1 places late, and the ones of the open window come first:
