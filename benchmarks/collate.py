@@ -140,7 +140,7 @@ def split(values: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 def ours(rows: Rows, name: str, repeats: int) -> Iterator[tuple[str, str, float]]:
     """(tool, what, ms) of this project: collation alone, and with the planning of the mini-batch."""
-    from raysvc.collate.collate import collate_mini_batch
+    from raysvc.collate.collate import CollateSpec, collate_mini_batch
     from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
     from raysvc.row_batch import RowBatch
@@ -162,7 +162,9 @@ def ours(rows: Rows, name: str, repeats: int) -> Iterator[tuple[str, str, float]
 
             def collate(mini: Any, layout: Any = shape["layout"]) -> object:
                 return collate_mini_batch(
-                    batch, mini, step=0, mini_index=0, layout=layout, pad_token_id=PAD, columns=COLUMNS
+                    batch,
+                    mini,
+                    CollateSpec(step=0, mini_index=0, layout=layout, pad_token_id=PAD, columns=COLUMNS),
                 )
 
             [mini] = plan.step(0, dp_size).mini_batches

@@ -71,7 +71,7 @@ def first_targets(rows: Rows) -> np.ndarray:
 
 def ours(rows: Rows, name: str, what: str) -> dict[str, Callable[[], object]]:
     """Ways that make shards, and batches."""
-    from raysvc.collate.collate import collate_mini_batch
+    from raysvc.collate.collate import CollateSpec, collate_mini_batch
     from raysvc.integrations.skyrl import BatchRules
     from raysvc.integrations.skyrl_tensors import training_batch
     from raysvc.job.config import PlanConfig
@@ -95,10 +95,10 @@ def ours(rows: Rows, name: str, what: str) -> dict[str, Callable[[], object]]:
     rules = BatchRules()
 
     def shards() -> Any:
-        return collate_mini_batch(batch, mini, **how)
+        return collate_mini_batch(batch, mini, CollateSpec(**how))
 
     def batches() -> object:
-        made = rules.collate(batch, mini, **how)
+        made = rules.collate(batch, mini, CollateSpec(**how))
         for shard in made[:-1]:
             training_batch(shard)  # a rank's process has its own alone
         return made, training_batch(made[-1])

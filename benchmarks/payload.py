@@ -26,7 +26,7 @@ from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.carry import arrow_values
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
 
@@ -80,8 +80,8 @@ def main() -> None:
 
         def collated() -> object:
             return collate_mini_batch(
-                entry.read(mini.row_ids), mini, step=0, mini_index=0, layout="packed", pad_token_id=0,
-                columns=COLUMNS,
+                entry.read(mini.row_ids), mini, CollateSpec(step=0, mini_index=0, layout="packed", pad_token_id=0,
+                columns=COLUMNS)
             )[0]  # fmt: skip
 
         shard = collated()

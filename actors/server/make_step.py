@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from raysvc.actors.server.spec import MiniOutline, Part, Role, StepInfo, StepOutline
-from raysvc.collate.collate import Collate, collate_mini_batch
+from raysvc.collate.collate import Collate, CollateSpec, collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.parallel.cp_cut import cp_cut
@@ -154,18 +154,11 @@ def _refuse_cut(recipes: Sequence[Recipe]) -> None:
 def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: Recipe) -> tuple[Shard, ...]:
     """The shards of one mini-batch and role."""
     made_by = collate_mini_batch if recipe.batches is None else recipe.batches.collate
-    return made_by(
-        rows,
-        mini,
-        step=step,
-        mini_index=index,
-        layout=recipe.plan.layout,
-        pad_token_id=recipe.pad_token_id,
-        columns=recipe.plan.columns,
-        pad_to_multiple=recipe.plan.pad_to_multiple,
-        align=recipe.plan.align,
-        pad_values=recipe.plan.pad_values,
-    )
+    plan = recipe.plan
+    spec = CollateSpec(
+        step, index, plan.layout, recipe.pad_token_id, plan.columns, plan.pad_to_multiple, plan.align, plan.pad_values
+    )  # fmt: skip
+    return made_by(rows, mini, spec)
 
 
 def outline(

@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Protocol
@@ -40,44 +41,11 @@ from raysvc.row_batch import RowBatch
 _LINE = 64  # bytes; every column begins at a multiple of it
 
 
-class Collate(Protocol):
-    """Makes the shards of a role its own way. Hashable, and pickled with the role."""
+@dataclass(frozen=True)
+class CollateSpec:
+    """Says which shards the rows of a mini-batch become.
 
-    def collate(
-        self,
-        rows: RowBatch,
-        mini: MiniBatchPlan,
-        *,
-        step: int,
-        mini_index: int,
-        layout: Layout,
-        pad_token_id: int,
-        columns: Sequence[str],
-        pad_to_multiple: int = 1,
-        align: int = 1,
-        pad_values: Mapping[str, float | int] | None = None,
-    ) -> tuple[Shard, ...]:
-        """Does what `collate_mini_batch` does; `Shard.to_wire` is what a ref holds."""
-
-
-def collate_mini_batch(
-    rows: RowBatch,
-    mini: MiniBatchPlan,
-    *,
-    step: int,
-    mini_index: int,
-    layout: Layout,
-    pad_token_id: int,
-    columns: Sequence[str],
-    pad_to_multiple: int = 1,
-    align: int = 1,
-    pad_values: Mapping[str, float | int] | None = None,
-) -> tuple[Shard, ...]:
-    """One shard per rank of `mini`.
-
-    Args:
-        rows: the rows of `mini.row_ids`, in that order.
-        mini: which row goes where.
+    Attributes:
         step: index of the step.
         mini_index: number of the mini-batch in the step.
         layout: of the arrays.
@@ -86,14 +54,41 @@ def collate_mini_batch(
         pad_to_multiple: widths are rounded up to this.
         align: packed sequences begin at multiples of this.
         pad_values: column -> value of padding and dummies, for extra columns; default 0.
+    """
+
+    step: int
+    mini_index: int
+    layout: Layout
+    pad_token_id: int
+    columns: Sequence[str]
+    pad_to_multiple: int = 1
+    align: int = 1
+    pad_values: Mapping[str, float | int] | None = None
+
+
+class Collate(Protocol):
+    """Makes the shards of a role its own way. Hashable, and pickled with the role."""
+
+    def collate(self, rows: RowBatch, mini: MiniBatchPlan, spec: CollateSpec) -> tuple[Shard, ...]:
+        """Does what `collate_mini_batch` does; `Shard.to_wire` is what a ref holds."""
+
+
+def collate_mini_batch(rows: RowBatch, mini: MiniBatchPlan, spec: CollateSpec) -> tuple[Shard, ...]:
+    """One shard per rank of `mini`.
+
+    Args:
+        rows: the rows of `mini.row_ids`, in that order.
+        mini: which row goes where.
+        spec: what they become.
 
     Raises:
-        ConfigError: `columns` names something that the rows do not have.
+        ConfigError: `spec.columns` names something that the rows do not have.
     """
+    layout = spec.layout
     source = FlatRows(rows, mini, layout)
-    geometry = geometry_of(mini.ranks, mini.lengths, layout, pad_to_multiple, align)
-    names = column_names(columns, rows, layout)
-    pads = {"input_ids": pad_token_id, **(pad_values or {})}
+    geometry = geometry_of(mini.ranks, mini.lengths, layout, spec.pad_to_multiple, spec.align)
+    names = column_names(spec.columns, rows, layout)
+    pads = {"input_ids": spec.pad_token_id, **(spec.pad_values or {})}
     wide = wide_columns_of(source, names, pads)
     sheets = _sheets(columns_of(source, names, pads), wide, source, geometry)
     per_row = _per_row(source, geometry, names, pads)
@@ -108,8 +103,8 @@ def collate_mini_batch(
             arrays |= _boundaries(geometry, rank)
         shards.append(
             Shard(
-                step, mini_index, rank, layout, arrays, row_ids[here], source.denominators,
-                geometry.micro_batches[rank], vectors, pad_token_id,
+                spec.step, spec.mini_index, rank, layout, arrays, row_ids[here], source.denominators,
+                geometry.micro_batches[rank], vectors, spec.pad_token_id,
             )
         )  # fmt: skip
     return tuple(shards)

@@ -16,16 +16,15 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.columns import column_names
 from raysvc.collate.flat_rows import FlatRows, has_turns
 from raysvc.collate.loss_weights import row_weights
@@ -45,20 +44,10 @@ from raysvc.integrations.skyrl_rules import (
     responses_of,
 )
 from raysvc.integrations.skyrl_tensors import BatchShard
-from raysvc.job.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
 from raysvc.plan.rank_plan import DUMMY, DUMMY_LENGTH
 from raysvc.ragged import Int64s, offsets_of
 from raysvc.row_batch import RowBatch
-
-
-class Where(NamedTuple):
-    """Step, mini-batch, and the padding of its batches."""
-
-    step: int
-    mini: int
-    pad_token_id: int
-    pad_to_multiple: int
 
 
 @dataclass(frozen=True)
@@ -78,37 +67,19 @@ class BatchRules(SkyRLRules):
         ConfigError: a rule that SkyRL does not have. What is wrong with the rows is raised where a step is made.
     """
 
-    def collate(
-        self,
-        rows: RowBatch,
-        mini: MiniBatchPlan,
-        *,
-        step: int,
-        mini_index: int,
-        layout: Layout,
-        pad_token_id: int,
-        columns: Sequence[str],
-        pad_to_multiple: int = 1,
-        align: int = 1,
-        pad_values: Mapping[str, float | int] | None = None,
-    ) -> tuple[Shard, ...]:
+    def collate(self, rows: RowBatch, mini: MiniBatchPlan, spec: CollateSpec) -> tuple[Shard, ...]:
         """Returns what the batches of all ranks are made of.
 
         Raises:
             ConfigError: the layout is not `padded_left` or `packed`; a column that SkyRL's batch has no place for; columns of
                 responses, but nothing that says where they begin; a target before the response.
         """
-        if layout == "packed":
-            made = collate_mini_batch(
-                rows, mini, step=step, mini_index=mini_index, layout=layout, pad_token_id=pad_token_id, columns=columns,
-                pad_to_multiple=pad_to_multiple, align=align, pad_values=pad_values,
-            )  # fmt: skip
-            return packed_shards(made, self)
-        if layout != "padded_left":
-            what = f"is {layout}, and SkyRL pads on the left or packs"
+        if spec.layout == "packed":
+            return packed_shards(collate_mini_batch(rows, mini, spec), self)
+        if spec.layout != "padded_left":
+            what = f"is {spec.layout}, and SkyRL pads on the left or packs"
             raise ConfigError("plan.layout", what, "use plan.layout=padded_left, or packed")
-        where = Where(step, mini_index, pad_token_id, pad_to_multiple)
-        return padded_shards(rows, mini, self, where, column_names(columns, rows, layout))
+        return padded_shards(rows, mini, self, spec)
 
 
 def packed_shards(shards: Sequence[Shard], rules: SkyRLRules) -> tuple[Shard, ...]:
@@ -129,13 +100,14 @@ def packed_shards(shards: Sequence[Shard], rules: SkyRLRules) -> tuple[Shard, ..
 
 
 def padded_shards(
-    rows: RowBatch, mini: MiniBatchPlan, rules: SkyRLRules, where: Where, columns: Sequence[str]
+    rows: RowBatch, mini: MiniBatchPlan, rules: SkyRLRules, spec: CollateSpec
 ) -> tuple[Shard, ...]:
     """Makes the batches from the rows of a mini-batch, whose plan is of `padded_left`.
 
     Raises:
         ConfigError: as `BatchRules.collate`.
     """
+    columns = column_names(spec.columns, rows, spec.layout)
     source, others = FlatRows(rows, mini, "padded_left"), others_of(columns, rules)
     check_places(others, rows)
     given = rows.rows.get(rules.prompt_tokens) if rules.prompt_tokens in columns else None
@@ -144,7 +116,7 @@ def padded_shards(
     lengths = _dealt(source.lengths, deal, DUMMY_LENGTH)
     planned = [lengths[rank, : len(plan.rows)] for rank, plan in enumerate(mini.ranks)]
     width = max(1, *(int(each.max()) for each in planned))
-    width = -(-width // where.pad_to_multiple) * where.pad_to_multiple
+    width = -(-width // spec.pad_to_multiple) * spec.pad_to_multiple
     common = Common(deal.shape[1], width, responses.longest)
     whole = _Pieces(source.offsets, source.offsets[-1:], deal)  # 2
     two = np.where(deal == DUMMY, DUMMY, 2 * deal + 1)
@@ -174,8 +146,8 @@ def padded_shards(
     row_ids = _dealt(mini.row_ids, deal, -1)
     return tuple(
         BatchShard(
-            where.step, where.mini, rank, "padded_left", {name: values[rank] for name, values in arrays.items()}, row_ids[rank],
-            source.denominators, (MicroBatch(0, len(ours), width, int(ours.sum())),), (), where.pad_token_id, common=common, rules=rules,
+            spec.step, spec.mini_index, rank, "padded_left", {name: values[rank] for name, values in arrays.items()}, row_ids[rank],
+            source.denominators, (MicroBatch(0, len(ours), width, int(ours.sum())),), (), spec.pad_token_id, common=common, rules=rules,
         )
         for rank, ours in enumerate(lengths)
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Denominators, MicroBatch, Shard
 from raysvc.job.config import PlanConfig
@@ -74,12 +74,14 @@ def minis_of(
         shards = collate_mini_batch(
             some_rows(rows, mini.row_ids),
             mini,
-            step=step,
-            mini_index=index,
-            layout=config.layout,
-            pad_token_id=1,
-            columns=[*COLUMNS, *columns],
-            align=config.align,
+            CollateSpec(
+                step=step,
+                mini_index=index,
+                layout=config.layout,
+                pad_token_id=1,
+                columns=[*COLUMNS, *columns],
+                align=config.align,
+            ),
         )
         out.append((mini, shards, info_of(mini, shards)))
     return out

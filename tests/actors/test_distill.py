@@ -12,7 +12,7 @@ from raysvc.actors.model import token_model
 from raysvc.actors.model.head_logprobs import head_top_k
 from raysvc.actors.worker.losses import DistillLoss, SftLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
@@ -67,9 +67,9 @@ def shards_of(rows: RowBatch, layout: str, dp_size: int) -> Any:
         order, taken.offsets, taken.tokens, {name: values[order] for name, values in rows.rows.items()}, wide
     )
     return collate_mini_batch(
-        batch, mini, step=0, mini_index=0, layout=config.layout, pad_token_id=1, align=config.align,
+        batch, mini, CollateSpec(step=0, mini_index=0, layout=config.layout, pad_token_id=1, align=config.align,
         columns=[*COLUMNS, "teacher_ids", "teacher_logprobs", "hot", "trust"],
-        pad_values={"teacher_ids": -1 if rows.wide["teacher_ids"].dtype.kind == "i" else 0},
+        pad_values={"teacher_ids": -1 if rows.wide["teacher_ids"].dtype.kind == "i" else 0})
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 
 from raysvc.actors.worker.row_losses import KtoLoss, LossRows, PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.job.config import PlanConfig
 from raysvc.plan.groups import Groups
 from raysvc.plan.plan import Plan
@@ -64,8 +64,8 @@ def shards_of(rows: RowBatch, layout: str, dp_size: int) -> Any:
         taken.row_ids, taken.offsets, taken.tokens, {n: v[mini.row_ids] for n, v in rows.rows.items()}
     )
     return collate_mini_batch(
-        taken, mini, step=0, mini_index=0, layout=config.layout, pad_token_id=1, align=config.align,
-        columns=[*COLUMNS, "ref_logprobs", "margin", "label"],
+        taken, mini, CollateSpec(step=0, mini_index=0, layout=config.layout, pad_token_id=1, align=config.align,
+        columns=[*COLUMNS, "ref_logprobs", "margin", "label"])
     )  # fmt: skip
 
 

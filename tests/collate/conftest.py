@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.shard import Shard
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import MiniBatchPlan, Plan
@@ -79,11 +79,13 @@ def collate_step(
             collate_mini_batch(
                 data.take(mini.row_ids),
                 mini,
-                step=step,
-                mini_index=number,
-                layout=config.layout,
-                pad_to_multiple=config.pad_to_multiple,
-                **settings,
+                CollateSpec(
+                    step=step,
+                    mini_index=number,
+                    layout=config.layout,
+                    pad_to_multiple=config.pad_to_multiple,
+                    **settings,
+                ),
             ),
         )
         for number, mini in enumerate(plan.step(step, dp_size).mini_batches)

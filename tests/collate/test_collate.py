@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.columns import SEVERAL_ROWS
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
@@ -244,7 +244,7 @@ def test_no_python_runs_per_token_or_per_row(make_data, make_shards, layout):
         gc.disable()
         sys.setprofile(on_event)
         try:
-            collate_mini_batch(rows, mini, **arguments)
+            collate_mini_batch(rows, mini, CollateSpec(**arguments))
         finally:
             sys.setprofile(None)
             gc.enable()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.row_values import cells_of
 from raysvc.collate.shard import Shard
@@ -77,9 +77,9 @@ def shards_of(batch: RowBatch, config: PlanConfig, dp_size: int, pads: dict[str,
     for step in range(plan.schedule.num_steps):
         for number, mini in enumerate(plan.step(step, dp_size).mini_batches):
             shards = collate_mini_batch(
-                picked(batch, mini.row_ids), mini, step=step, mini_index=number, layout=config.layout,
+                picked(batch, mini.row_ids), mini, CollateSpec(step=step, mini_index=number, layout=config.layout,
                 pad_token_id=1, columns=COLUMNS, pad_to_multiple=config.pad_to_multiple, align=config.align,
-                pad_values=pads,
+                pad_values=pads)
             )  # fmt: skip
             yield mini, shards
 
@@ -147,8 +147,8 @@ def test_a_column_of_any_type_keeps_its_bits_and_its_pads_are_the_bits_of_the_pa
     config = PlanConfig(batch_size=len(lengths), shuffle="none", micro_batch_tokens=40, layout=layout)
     [mini] = Plan(config, batch.lengths).step(0, data.draw(st.integers(1, 4))).mini_batches
     shards = collate_mini_batch(
-        batch, mini, step=0, mini_index=0, layout=layout, pad_token_id=1, columns=("input_ids", "own"),
-        pad_values={"own": pad}, align=data.draw(st.sampled_from([1, 4])), pad_to_multiple=data.draw(st.sampled_from([1, 16])),
+        batch, mini, CollateSpec(step=0, mini_index=0, layout=layout, pad_token_id=1, columns=("input_ids", "own"),
+        pad_values={"own": pad}, align=data.draw(st.sampled_from([1, 4])), pad_to_multiple=data.draw(st.sampled_from([1, 16])))
     )  # fmt: skip
     for shard in shards:
         own = shard.arrays["own"]

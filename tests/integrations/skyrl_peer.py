@@ -36,6 +36,7 @@ from skyrl.train.dataset.preprocess import (  # noqa: E402
     convert_prompts_responses_to_batch_tensors,
 )
 
+from raysvc.collate.collate import CollateSpec  # noqa: E402
 from raysvc.integrations.skyrl import BatchRules  # noqa: E402
 from raysvc.integrations.skyrl_rules import REDUCTIONS  # noqa: E402
 from raysvc.job.config import PlanConfig  # noqa: E402
@@ -109,7 +110,7 @@ def our_batches(
     )
     names = (*tokens, *batch.rows, "labels")
     made = rules.collate(
-        taken, mini, step=0, mini_index=0, layout=config.layout, pad_token_id=PAD, columns=names, align=config.align
+        taken, mini, CollateSpec(step=0, mini_index=0, layout=config.layout, pad_token_id=PAD, columns=names, align=config.align)
     )  # fmt: skip
     uneven = len({len(rank.rows) for rank in mini.ranks}) > 1
     return [put(shard.to_wire()) for shard in made], uneven

@@ -16,7 +16,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Part, Role
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.loss_weights import row_weights
 from raysvc.collate.shard import Shard
@@ -75,7 +75,9 @@ def made_of(
         ranks=tuple(RankPlan(plan, np.arange(len(plan) + 1, dtype=np.int32), ((0, len(plan)),)) for plan in plans),
     )  # fmt: skip
     made = (rules or BatchRules(reduction=None)).collate(
-        rows, mini, step=0, mini_index=0, layout=layout, pad_token_id=0, columns=(*columns, *(wide or ()))
+        rows,
+        mini,
+        CollateSpec(step=0, mini_index=0, layout=layout, pad_token_id=0, columns=(*columns, *(wide or ()))),
     )
     return opened(made)
 
@@ -159,7 +161,7 @@ def by_hand(
     rows: RowBatch, mini: MiniBatchPlan, rules: BatchRules, how: dict[str, Any]
 ) -> list[TrainingInput]:
     """Padded batches, row by row and cell by cell, from the plain shards of the same rows."""
-    shards = collate_mini_batch(rows, mini, step=0, mini_index=0, layout="padded_left", **how)
+    shards = collate_mini_batch(rows, mini, CollateSpec(step=0, mini_index=0, layout="padded_left", **how))
     given = "prompt_tokens" in how["columns"]
     prompts, longest = [], 1
     for shard in shards:
@@ -275,7 +277,7 @@ def test_random_batches_are_bit_by_bit_those_made_by_hand_of_plain_shards(seed: 
     for _ in range(10):
         rows, mini, how, config = random_case(rng)
         rules = BatchRules(rng.choice([None, *REDUCTIONS]), max_seq_len=23)
-        made = rules.collate(rows, mini, step=0, mini_index=0, layout="padded_left", **how)
+        made = rules.collate(rows, mini, CollateSpec(step=0, mini_index=0, layout="padded_left", **how))
         for found, wanted in zip(
             map(training_input, opened(made)), by_hand(rows, mini, rules, how), strict=True
         ):
