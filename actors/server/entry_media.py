@@ -24,8 +24,7 @@ from raysvc.media.media_store import read_medium
 from raysvc.media.medium import COLUMN, media_of
 from raysvc.media.processor_spec import ProcessorSpec
 from raysvc.media.row_pixels import RowPixels
-from raysvc.plan.plan import MiniBatchPlan, Plan
-from raysvc.plan.plan_rows import PlanRows
+from raysvc.plan.plan import MiniBatchPlan, Plan, PlanRows
 from raysvc.row_batch import RowBatch
 
 

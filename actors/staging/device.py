@@ -11,7 +11,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -19,20 +19,26 @@ if TYPE_CHECKING:
 Event = Any  # torch.cuda.Event; None where everything has happened
 
 
-class Device(Protocol):
-    """Declares what staging needs of a device."""
+class CpuDevice:
+    """Plain memory."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] that the device can read."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
         """uint8 of the same size, that compute reads."""
+        return host
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> Event:
         """Start a copy once `after` have happened; the event of its end."""
+        return None
 
     def consumed(self) -> Event:
         """The event that everything asked of compute up to now is done."""
+        return None
 
     def wait_on_compute(self, event: Event) -> None:
         """Lets what is asked of compute from now on start after `event`; the caller does not wait."""
@@ -42,33 +48,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """The caller waits for everything."""
-
-
-class CpuDevice:
-    """Plain memory."""
-
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        import torch
-
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
-        return host
-
-    def upload(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> Event:
-        return None
-
-    def consumed(self) -> Event:
-        return None
-
-    def wait_on_compute(self, event: Event) -> None:
-        pass
-
-    def wait_on_host(self, event: Event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class CudaDevice:
@@ -133,6 +112,9 @@ class CudaDevice:
         import torch
 
         torch.cuda.synchronize(self._device)
+
+
+Device = CpuDevice | CudaDevice
 
 
 def open_device(name: str, copy_stream: bool = True, pin_memory: bool = True) -> Device:

@@ -11,22 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raysvc.row_batch import RowBatch
 
-
-class ReportedEntry(Protocol):
-    """An entry, as far as its report goes."""
-
-    @property
-    def report(self) -> Mapping[str, Any]:
-        """Returns what its builder told."""
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 
-def text_widths(entries: Sequence[ReportedEntry], columns: Sequence[str]) -> dict[str, int]:
+def text_widths(entries: Sequence[Entry], columns: Sequence[str]) -> dict[str, int]:
     """Column of text among `columns` -> characters of the longest one, of an entry or of all of a mixture."""
     found = [(n, w) for one in entries for n, w in one.report.get("text_widths", {}).items() if n in columns]
     return {name: max(1, *(width for other, width in found if other == name)) for name, _ in found}

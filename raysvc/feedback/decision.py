@@ -17,18 +17,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from raysvc.errors import PlanError, StateMismatch
 from raysvc.feedback.request import Request
-from raysvc.plan.entry_plan import CountedRows, weighted_counts
+from raysvc.plan.entry_plan import weighted_counts
 from raysvc.plan.mixture import Stage
 from raysvc.plan.plan import Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 from raysvc.row_ids import parse, written
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 RECORD_VERSION = 2  # rows by their addresses
 MOST_ROWS = 100_000  # that one decision may leave out: it is read again at every start
@@ -45,7 +48,7 @@ class Sources(NamedTuple):
     """
 
     names: Sequence[str]
-    entries: Sequence[CountedRows]
+    entries: Sequence[Entry]
     by: str
     shuffles: Sequence[str]
 

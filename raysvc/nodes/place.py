@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
@@ -26,36 +26,6 @@ from raysvc.errors import RaysvcError
 from raysvc.redact import redacted
 
 MARK = ".probe-"  # gc removes files of this name from the root of a cache
-
-
-class NodePlace(Protocol):
-    """Something that nodes must see."""
-
-    @property
-    def name(self) -> str:
-        """The key of the job."""
-        ...
-
-    @property
-    def url(self) -> str:
-        """Path or URL, for display."""
-        ...
-
-    def try_there(self, node: str) -> str:
-        """On a node: what is wrong; "" when nothing is.
-
-        Args:
-            node: its id.
-        """
-        ...
-
-    def try_here(self, node: str) -> str:
-        """On this machine, when a node found nothing wrong: what is wrong all the same."""
-        ...
-
-    def close(self) -> None:
-        """Remove what this machine wrote."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -237,6 +207,9 @@ class SharedModel:
             with hub.answering():
                 hf_hub_download(self.url, name, revision=self.revision)
         return ""
+
+
+NodePlace = SharedFolder | SharedFile | SharedModel
 
 
 def said(attempt: Callable[[], str]) -> str:

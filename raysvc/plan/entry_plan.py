@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,6 @@ from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.sliced_rows import (
     MOST,
     OPEN_BEYOND,
-    PlanSource,
-    SlicedEntry,
     SlicedRows,
     WindowedSource,
     digest_of,
@@ -44,23 +42,8 @@ from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.ragged import Int64s
 from raysvc.row_ids import RowPlaces
 
-
-class PlannedEntry(SlicedEntry, Protocol):
-    """Declares what a plan asks of an entry."""
-
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of every row, int32 [N]."""
-
-    def row_values(self, name: str) -> npt.NDArray[Any]:
-        """A per-row column of all rows, [N]."""
-
-
-class CountedRows(PlannedEntry, Protocol):
-    """Declares what the weights of a mixture ask of an entry."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all rows."""
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 
 SAMPLED = 4  # slices of a source with a window, whose tokens stand for those of all
@@ -68,7 +51,7 @@ SAMPLED = 4  # slices of a source with a window, whose tokens stand for those of
 
 def plan_of_entries(
     config: PlanConfig,
-    entries: Sequence[PlannedEntry],
+    entries: Sequence[Entry],
     stages: Sequence[tuple[int, tuple[int, ...]]] = (),
     shuffles: Sequence[str | None] = (),
 ) -> Plan:
@@ -115,7 +98,7 @@ class ChosenEntry:
         positions: int64 [M], of the rows, ascending.
     """
 
-    def __init__(self, entry: PlannedEntry, positions: Int64s) -> None:
+    def __init__(self, entry: Entry, positions: Int64s) -> None:
         self.entry, self.positions = entry, positions
         self.num_rows = len(positions)
 
@@ -185,7 +168,7 @@ def _positions(entries: Sequence[ChosenEntry], starts: Sequence[Int64s]) -> Int6
     return np.concatenate([one.positions + first for one, first in zip(entries, firsts, strict=False)])
 
 
-def _patches(entries: Sequence[PlannedEntry]) -> npt.NDArray[np.int32] | None:
+def _patches(entries: Sequence[Entry]) -> npt.NDArray[np.int32] | None:
     """int32 [N], patches of each row's media; None: no entry has media."""
     if not any(PATCHES in one.columns for one in entries):
         return None
@@ -205,7 +188,7 @@ def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) ->
     return any(is_windowed(one or config.shuffle) for one in shuffles or (None,))
 
 
-def _source(entry: PlannedEntry, shuffle: str) -> PlanSource:
+def _source(entry: Entry, shuffle: str) -> HeldRows | WindowedSource:
     if is_windowed(shuffle):
         window = MOST if entry.listings and shuffle == "window" else window_of(shuffle, entry)
         return WindowedSource(entry, window + OPEN_BEYOND)
@@ -215,7 +198,7 @@ def _source(entry: PlannedEntry, shuffle: str) -> PlanSource:
 
 def _mixture(
     config: PlanConfig,
-    entries: Sequence[PlannedEntry],
+    entries: Sequence[Entry],
     shuffles: Sequence[str],
     stages: Sequence[tuple[int, tuple[int, ...]]],
 ) -> Mixture:
@@ -237,7 +220,7 @@ def _mixture(
     return Mixture(tuple(mixed), tuple(Stage(*stage) for stage in stages), config.seed, block)
 
 
-def _are_pairs(entries: Sequence[PlannedEntry]) -> bool:
+def _are_pairs(entries: Sequence[Entry]) -> bool:
     """Returns whether the rows are pairs.
 
     Raises:
@@ -250,7 +233,7 @@ def _are_pairs(entries: Sequence[PlannedEntry]) -> bool:
     return bool(formats & set(PAIRED))
 
 
-def group_bounds(entry: PlannedEntry) -> Int64s | None:
+def group_bounds(entry: Entry) -> Int64s | None:
     """First row of each group, and N, int64 [G + 1]; None: every row is its own group.
 
     The rows of a conversation, or of a pair, lie together, and are known by their equal `source_row`.
@@ -266,7 +249,7 @@ def group_bounds(entry: PlannedEntry) -> Int64s | None:
     return np.concatenate([[0], firsts, [len(source_rows)]]).astype(np.int64)
 
 
-def count_groups(entry: PlannedEntry, shuffle: str) -> int:
+def count_groups(entry: Entry, shuffle: str) -> int:
     """Groups of an entry; with a window those that its source has rows for, and no row is read. `ENDLESS`: its source is followed."""
     if entry.listings:
         return ENDLESS
@@ -277,7 +260,7 @@ def count_groups(entry: PlannedEntry, shuffle: str) -> int:
 
 
 def weighted_counts(
-    entries: Sequence[CountedRows], weights: Sequence[float], by: str, shuffles: Sequence[str]
+    entries: Sequence[Entry], weights: Sequence[float], by: str, shuffles: Sequence[str]
 ) -> tuple[int, ...]:
     """Groups of each entry in a period in which they come by `weights`.
 
@@ -296,14 +279,14 @@ def weighted_counts(
     )
 
 
-def sampled_slices(entry: SlicedEntry) -> list[int]:
+def sampled_slices(entry: Entry) -> list[int]:
     """The slices whose tokens stand for those of a source with a window: spread evenly over it, or over its first listing, so that
     they are the same while it grows."""
     known = len(entry.listings.known[0].slices) if entry.listings else len(entry.source_rows)
     return sorted({place * (known - 1) // max(SAMPLED - 1, 1) for place in range(SAMPLED)})
 
 
-def _tokens(entry: CountedRows, shuffle: str, num_groups: int) -> Fraction | int:
+def _tokens(entry: Entry, shuffle: str, num_groups: int) -> Fraction | int:
     """Tokens of so many groups of an entry; with a window as many as those of its sample have, each.
 
     Raises:
@@ -319,7 +302,7 @@ def _tokens(entry: CountedRows, shuffle: str, num_groups: int) -> Fraction | int
     return Fraction(found * num_groups, int(entry.source_rows[sampled].sum()))
 
 
-def _groups(entries: Sequence[PlannedEntry], pairs: bool = False) -> Groups:
+def _groups(entries: Sequence[Entry], pairs: bool = False) -> Groups:
     """Groups over the rows of all entries, one entry after the other."""
     bounds = [group_bounds(one) for one in entries]
     if all(one is None for one in bounds):

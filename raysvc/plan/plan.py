@@ -32,13 +32,15 @@ from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, Stage
 from raysvc.plan.pack import aligned
-from raysvc.plan.plan_rows import HeldRows, PlanRows
+from raysvc.plan.plan_rows import HeldRows
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
+from raysvc.plan.sliced.sliced_rows import SlicedRows
 from raysvc.plan.windows import Windows
 from raysvc.row_ids import written
 
+PlanRows = HeldRows | SlicedRows
 PLAN_VERSION = 2  # ids of rows are addresses
 DEFAULT_MICRO_BATCH_SIZE = 8
 PACKED_TOKENS = 4096  # least capacity of a packed line where none is given

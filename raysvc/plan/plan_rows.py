@@ -1,4 +1,4 @@
-"""Defines what a plan asks of its rows, and the rows whose lengths are held.
+"""Rows of a plan whose lengths are held; `raysvc.plan.sliced` has those that are known slice by slice.
 
 Axes: N rows, G groups, P groups asked for.
 Always true:
@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.groups import Groups, OrderRows
 from raysvc.plan.order import CustomOrder, Order, parse_shuffle
-from raysvc.plan.sliced.followed_order import FollowedOrder
-from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
+from raysvc.plan.sliced.window_order import is_windowed
 from raysvc.ragged import Int64s
 from raysvc.row_ids import RowPlaces
 
@@ -27,64 +26,6 @@ NO_ROW = (
     "take the id from a row log, or from raysvc plan --step; "
     "raysvc show --source-row finds a row by its number in the source"
 )
-
-
-class PlanRows(Protocol):
-    """Rows of a plan, by their numbers."""
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-
-    @property
-    def num_groups(self) -> int:
-        """G."""
-
-    @property
-    def are_pairs(self) -> bool:
-        """Returns whether the two rows of a group share a micro-batch."""
-
-    @property
-    def are_sliced(self) -> bool:
-        """Returns whether the plan goes slice by slice, and knows no length before it opens one."""
-
-    @property
-    def digest(self) -> str:
-        """sha256 of what makes groups or slices of the rows; "" where every row is its own group."""
-
-    @property
-    def places(self) -> RowPlaces | None:
-        """Where rows lie whose lengths are all at hand."""
-
-    def order(self, config: PlanConfig, num_groups: int) -> Order | CustomOrder | WindowOrder | FollowedOrder:
-        """The order of so many groups, where no mixture orders them.
-
-        Raises:
-            PlanError: the rows do not lie in slices, and the config has a window over them.
-        """
-
-    def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
-        """Rows of `groups` [P], group after group: numbers int64 [n], and the number of each row's group, int32 [n]."""
-
-    def lengths_of(self, row_ids: Int64s) -> Int32s:
-        """Tokens of rows."""
-
-    @property
-    def have_media(self) -> bool:
-        """Returns whether some row may have media."""
-
-    def patches_of(self, row_ids: Int64s) -> Int64s | None:
-        """Work of a media encoder, of rows; None: no row has media."""
-
-    def check(self, row_ids: Int64s) -> None:
-        """Refuse rows that are not there.
-
-        Raises:
-            PlanError: names the first of them.
-        """
-
-    def longest(self) -> npt.NDArray[np.integer[Any]]:
-        """Lengths of rows that need the most room, as far as that is known: all of them, an upper bound, or none."""
 
 
 class HeldRows:
@@ -129,7 +70,7 @@ class HeldRows:
 
     @property
     def are_pairs(self) -> bool:
-        """See `Groups`."""
+        """Returns whether the two rows of a group share a micro-batch."""
         return self.groups.are_pairs
 
     @property
@@ -138,7 +79,11 @@ class HeldRows:
         return self.groups.digest
 
     def order(self, config: PlanConfig, num_groups: int) -> Order | CustomOrder:
-        """See `PlanRows`, which says when it raises."""
+        """The order of so many groups, where no mixture orders them.
+
+        Raises:
+            PlanError: it goes by slices.
+        """
         if is_windowed(config.shuffle):
             raise PlanError(
                 "plan.shuffle", f"{config.shuffle} needs the slices of an entry", "use full or block(n)"
@@ -185,7 +130,7 @@ class HeldRows:
             raise PlanError("row", str(error), NO_ROW) from None
 
     def longest(self) -> npt.NDArray[np.integer[Any]]:
-        """All lengths."""
+        """Lengths of the rows that need the most room: all of them."""
         return self.lengths
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from raysvc.cache.local.large_array import large_array
 from raysvc.cache.local.part_cache import PartCopies, node_copies
-from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
+from raysvc.cache.local.part_source import LocalParts, RemoteParts
 from raysvc.cache.part_info import PartInfo
 from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Store
@@ -227,7 +227,7 @@ class PartReader:
         return decode_offsets(data, part, self.uri)
 
 
-def _source_of(store: Store, folder: str, copies: PartCopies | None) -> PartSource:
+def _source_of(store: Store, folder: str, copies: PartCopies | None) -> LocalParts | RemoteParts:
     if store.local_path(folder) is not None:
         return LocalParts(store, folder)
     return RemoteParts(store, folder, copies or node_copies())

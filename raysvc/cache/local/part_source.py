@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from raysvc.cache.local.mmap import map_file
 from raysvc.cache.local.part_cache import PartCopies
@@ -26,30 +26,13 @@ DOWNLOADS = max(4, min(16, 2 * (os.cpu_count() or 1)))  # a connection gives som
 NO_LIMIT = 1 << 62
 
 
-class PartSource(Protocol):
-    """See the module's contract."""
-
-    @property
-    def max_mapped_bytes(self) -> int:
-        """Returns how much an entry may keep mapped."""
-        ...
-
-    @property
-    def are_checked(self) -> bool:
-        """Returns whether `buffer` compared the bytes with their checksum."""
-        ...
-
-    def buffer(self, part: PartInfo) -> pa.Buffer:
-        """All bytes of a part."""
-        ...
-
-    def prefetch(self, parts: Sequence[PartInfo]) -> None:
-        """Begin to fetch parts that will be asked for."""
-        ...
-
-
 class LocalParts:
-    """Files that this node can map: a local disk, or NFS."""
+    """Files that this node can map: a local disk, or NFS.
+
+    Attributes:
+        max_mapped_bytes: that an entry may keep mapped.
+        are_checked: whether `buffer` compared the bytes with their checksum.
+    """
 
     max_mapped_bytes = NO_LIMIT
     are_checked = False

@@ -14,93 +14,34 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc import row_ids
-from raysvc.cache.growing.listings import Listing, Listings
+from raysvc.cache.growing.listings import Listing
 from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.media.medium import COLUMN, PATCHES
-from raysvc.plan.plan_rows import NO_ROW, Int32s
+from raysvc.plan.plan_rows import NO_ROW, HeldRows, Int32s
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
 from raysvc.ragged import Int64s, cells_of_runs
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 THREADS = 16
 OPEN_BEYOND = 8  # slices that stay open behind a window, for steps that are made at the same time
 WINDOW_BYTES = 2 << 30  # of source text: its parts are about as large, and what stays in the page cache
 FEWEST, MOST = 8, 64  # slices of a window
 NO_LENGTHS = np.zeros(0, np.int64)
-
-
-class SlicedEntry(Protocol):
-    """Declares what is asked of an entry."""
-
-    @property
-    def key(self) -> str:
-        """Hash of what decides the rows."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all slices."""
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """Returns what decided the rows."""
-
-    @property
-    def report(self) -> Mapping[str, Any]:
-        """Returns what the builder told."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """Name -> type."""
-
-    @property
-    def listings(self) -> Listings | None:
-        """The listings of a source that is followed, and so has no last slice; None for any other."""
-
-    @property
-    def slice_starts(self) -> Int64s:
-        """int64 [S + 1], the first row of each slice, and where they end."""
-
-    @property
-    def source_rows(self) -> Int64s:
-        """int64 [S], rows of the source in each slice, whatever became of them."""
-
-    def slice_lengths(self, index: int) -> Int32s:
-        """Tokens of each row of a slice."""
-
-    def slice_values(self, name: str, index: int) -> npt.NDArray[Any]:
-        """A per-row column of a slice."""
-
-    def lacks(self, slices: Int64s, rows: Int64s) -> npt.NDArray[np.bool_]:
-        """bool [N], whether there is no such row in a slice."""
-
-
-class PlanSource(Protocol):
-    """One source of a plan that goes slice by slice; groups and rows are numbered within it."""
-
-    @property
-    def num_groups(self) -> int:
-        """Groups."""
-
-    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
-        """First row of each group, and how many rows it has; int64 [P] each."""
-
-    def lengths_of(self, ids: Int64s) -> Int32s:
-        """Tokens of rows."""
-
-    def patches_of(self, ids: Int64s) -> Int64s | None:
-        """Work of a media encoder, of rows; asked for only where the entry's rows have media."""
 
 
 class _Slice(NamedTuple):
@@ -124,7 +65,7 @@ class WindowedSource:
         EntryError: the entry does not tell the rows of its slices.
     """
 
-    def __init__(self, entry: SlicedEntry, keep: int) -> None:
+    def __init__(self, entry: Entry, keep: int) -> None:
         self.entry = entry
         self._keep = keep
         pairs = entry.recipe.get("format") in PAIRED
@@ -232,7 +173,7 @@ class SlicedRows:
     are_sliced = True
     places = None
 
-    def __init__(self, entries: Sequence[SlicedEntry], sources: Sequence[PlanSource]) -> None:
+    def __init__(self, entries: Sequence[Entry], sources: Sequence[HeldRows | WindowedSource]) -> None:
         self.sources, self._entries = tuple(sources), tuple(entries)
         formats = [entry.recipe.get("format") for entry in entries]
         self.are_pairs = formats[0] in PAIRED
@@ -310,12 +251,12 @@ class SlicedRows:
         return np.full(2, max(known), np.int64) if len(known) == len(limits) else NO_LENGTHS
 
 
-def has_media(entry: SlicedEntry) -> bool:
+def has_media(entry: Entry) -> bool:
     """Returns whether rows of an entry may have media; also of one that nobody has begun to build."""
     return COLUMN in entry.recipe
 
 
-def order_of(entry: SlicedEntry, shuffle: str, seed: int, salt: str = "") -> WindowOrder | FollowedOrder:
+def order_of(entry: Entry, shuffle: str, seed: int, salt: str = "") -> WindowOrder | FollowedOrder:
     """The order of the groups of an entry by slices.
 
     Args:
@@ -331,7 +272,7 @@ def order_of(entry: SlicedEntry, shuffle: str, seed: int, salt: str = "") -> Win
     return WindowOrder(entry.source_rows, window_of(shuffle, entry), seed, salt=salt)
 
 
-def window_of(shuffle: str, entry: SlicedEntry) -> int:
+def window_of(shuffle: str, entry: Entry) -> int:
     """W of `window` or `window(W)`.
 
     Without a number: as many slices as have `WINDOW_BYTES` of source text, within `FEWEST` and `MOST`. It follows from the
@@ -346,7 +287,7 @@ def _window(shuffle: str, num_bytes: int, num_slices: int) -> int:
     return max(FEWEST, min(MOST, WINDOW_BYTES * num_slices // max(num_bytes, 1)))
 
 
-def check_rows(entries: Sequence[SlicedEntry], ids: Int64s) -> None:
+def check_rows(entries: Sequence[Entry], ids: Int64s) -> None:
     """Refuse rows that are not in the entries of a mixture, or in the only one.
 
     Raises:
@@ -363,7 +304,7 @@ def check_rows(entries: Sequence[SlicedEntry], ids: Int64s) -> None:
             raise PlanError("row", what, NO_ROW)
 
 
-def digest_of(entry: SlicedEntry) -> str:
+def digest_of(entry: Entry) -> str:
     """sha256 of the rows of each slice of the source: another cut of it is another order. The key of one that is followed tells its cuts."""
     if entry.listings:
         return entry.key
