@@ -9,9 +9,8 @@ Always true:
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -40,9 +39,13 @@ class FollowedOrder(GroupOrder):
     num_groups = ENDLESS
 
     def __init__(self, listings: Listings, window_of: Callable[[Listing], int], seed: int) -> None:
-        self._listings, self._window_of, self._seed = listings, window_of, seed
-        self._lock = threading.Lock()  # guards _orders
-        self._orders: OrderedDict[int, WindowOrder] = OrderedDict()
+        self._listings = listings
+
+        def of_listing(number: int) -> WindowOrder:
+            listing = listings.known[number]
+            return WindowOrder(listing.groups, window_of(listing), seed, salt=f"followed/{number}")
+
+        self._order = lru_cache(ORDERS_KEPT)(of_listing)
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         """Rows of the source at `positions` (int64 [P]); the listings have to have them."""
@@ -69,14 +72,3 @@ class FollowedOrder(GroupOrder):
             slices.append(found + self._listings.known[number].first_slice)
             places.append(needed + begin)
         return np.concatenate(slices), np.concatenate(places)
-
-    def _order(self, number: int) -> WindowOrder:
-        with self._lock:
-            if number not in self._orders:
-                listing = self._listings.known[number]
-                salt = f"followed/{number}"
-                self._orders[number] = WindowOrder(listing.groups, self._window_of(listing), self._seed, salt)
-            self._orders.move_to_end(number)
-            while len(self._orders) > ORDERS_KEPT:
-                self._orders.popitem(last=False)
-            return self._orders[number]

@@ -17,8 +17,7 @@ Always true:
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 
 import numpy as np
 
@@ -46,9 +45,8 @@ class WindowOrder(GroupOrder):
 
     def __init__(self, groups: Int64s, window: int, seed: int, salt: str = "") -> None:
         self.groups, self.window = groups, window
-        self._key = f"window/{salt}/{seed}"
-        self._lock = threading.Lock()  # guards _epochs
-        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        key = f"window/{salt}/{seed}"
+        self._epoch = lru_cache(EPOCHS_KEPT)(lambda epoch: _Epoch(groups, window, f"{key}/{epoch}"))
 
     @property
     def num_groups(self) -> int:
@@ -90,15 +88,6 @@ class WindowOrder(GroupOrder):
         cell = np.searchsorted(line, index + offsets[which], side="right") - which * self.window
         before = np.where(cell > 0, end_UW[which, cell - 1], 0)
         return stages[which] - cell, first_UW[which, cell] + index - before
-
-    def _epoch(self, epoch: int) -> _Epoch:
-        with self._lock:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = _Epoch(self.groups, self.window, f"{self._key}/{epoch}")
-            self._epochs.move_to_end(epoch)
-            while len(self._epochs) > EPOCHS_KEPT:
-                self._epochs.popitem(last=False)
-            return self._epochs[epoch]
 
 
 class _Epoch:
