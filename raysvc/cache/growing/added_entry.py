@@ -16,20 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.growing.coming import AddedSpec
-from raysvc.cache.growing.growing_entry import Parts
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listings
 from raysvc.cache.growing.slice_receipts import SliceReceipts, slices_of
 from raysvc.cache.local.part_cache import PartCopies
-from raysvc.cache.local.part_reader import PartReader
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
-from raysvc.row_ids import slice_base
 
 
-class AddedEntry(Entry):
+class AddedEntry(GrowingEntry):
     """One generation of a key whose columns somebody computes, or has just computed."""
 
     base: Entry
@@ -50,13 +47,10 @@ class AddedEntry(Entry):
         rows = base.source_rows.tolist()
         self.receipts = SliceReceipts(store, folder, rows, [base.key] * len(rows), are_added=True)
         manifest = Manifest(spec.key, (), self.receipts.columns, spec.recipe, dict(base.report))
-        super().__init__(store, folder, manifest, copies, base)
+        Entry.__init__(self, store, folder, manifest, copies, base)
 
-    def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = self.base.slice_starts
-        return PartReader(
-            self.store, self.folder, Parts(self.receipts), self.receipts.columns, copies, starts
-        )
+    def _starts(self) -> npt.NDArray[np.int64]:
+        return self.base.slice_starts
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AddedEntry, (self.store, self.folder, self.coming, self.base)
@@ -127,14 +121,10 @@ class AddedEntry(Entry):
         self.look()
         return seconds + self.receipts.wait_for(slices)
 
-    def is_finished(self) -> bool:
-        """Whether there is a manifest by now."""
-        return names.MANIFEST in {item.name for item in self.store.scan(self.folder, names.MANY)}
-
     def first_row(self) -> int:
         """The number of a row that has its columns; waits for the first slice of them."""
         self.look()
-        return slice_base(self.receipts.any_part()[0])
+        return super().first_row()
 
     def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Returns what its base does."""

@@ -24,7 +24,7 @@ def entry_to_come(coming: Coming, store: Store, folder: str) -> Entry:
     return finished
 
 
-def _growing(coming: Coming, store: Store, folder: str) -> GrowingEntry | AddedEntry:
+def _growing(coming: Coming, store: Store, folder: str) -> GrowingEntry:
     if isinstance(coming, AddedSpec):
         return AddedEntry(store, folder, coming, _growing(coming.base, store, coming.folder))
     if isinstance(coming, FollowedSpec):

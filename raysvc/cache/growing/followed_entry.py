@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from raysvc.cache.entry import Entry
 from raysvc.cache.growing.coming import FollowedSpec
-from raysvc.cache.growing.growing_entry import GrowingEntry, Parts
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import REMEDY, Listings
 from raysvc.cache.growing.slice_receipts import MOST_LOOK_S, SliceReceipts
 from raysvc.cache.local.part_cache import PartCopies
-from raysvc.cache.local.part_reader import PartReader
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError
@@ -69,11 +68,8 @@ class FollowedEntry(GrowingEntry):
             copies,
         )
 
-    def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = slice_base(np.arange(MOST_SLICES + 1, dtype=np.int64))
-        return PartReader(
-            self.store, self.folder, Parts(self.receipts), self.receipts.columns, copies, starts
-        )
+    def _starts(self) -> Int64s:
+        return slice_base(np.arange(MOST_SLICES + 1, dtype=np.int64))
 
     @property
     def listings(self) -> Listings:
@@ -107,11 +103,6 @@ class FollowedEntry(GrowingEntry):
             lambda: self.knows(num_groups), f"row {num_groups} of its source", "; it comes with new files"
         )
         return time.monotonic() - begin
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the slices that are known by now; waits for them."""
-        return sum(part.num_tokens for part in self.parts.parts)
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """int32 [N], tokens of these rows."""

@@ -10,7 +10,6 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,22 +41,17 @@ class GrowingEntry(Entry):
             copies: as in `Entry`.
         """
         self.coming = spec
-        self._num_slices = len(spec.contents)
         self.receipts = SliceReceipts(store, folder, spec.report["source_rows"], spec.contents)
         super().__init__(
             store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report), copies
         )
 
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = slice_base(np.arange(self._num_slices + 1, dtype=np.int64))
-        return PartReader(
-            self.store,
-            self.folder,
-            Parts(self.receipts),
-            self.receipts.columns,
-            copies,
-            starts,
-        )
+        parts, columns = Parts(self.receipts), self.receipts.columns
+        return PartReader(self.store, self.folder, parts, columns, copies, self._starts())
+
+    def _starts(self) -> npt.NDArray[np.int64]:
+        return slice_base(np.arange(self.receipts.num_slices + 1, dtype=np.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.store, self.folder, self.coming)
@@ -67,9 +61,9 @@ class GrowingEntry(Entry):
         """Rows of the source: an entry that is not finished does not know its own."""
         return int(self.source_rows.sum())
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
-        """Tokens of all slices; waits for them."""
+        """Tokens of all slices that are known by now; waits for them."""
         return sum(part.num_tokens for part in self.parts.parts)
 
     def has(self, slices: Sequence[int]) -> bool:
