@@ -16,9 +16,9 @@ from typing import Protocol
 
 from raysvc.actors.server.spec import MiniOutline, Part, Role, StepInfo, StepOutline
 from raysvc.collate.collate import Collate, CollateSpec, collate_mini_batch
+from raysvc.collate.cp_cut import cp_cut
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
-from raysvc.collate.parallel.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.errors import ConfigError

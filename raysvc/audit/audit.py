@@ -2,7 +2,7 @@
 
 1. The evals of the job that have sources of their own are read, then its source, or those of its mixture.
 2. Each is tokenized slice by slice as a build does it, with a watch that sees every row beside its tokens; nothing is written.
-3. What is seen of one row is checked alone (`text_checks`, `message_checks`, `call_checks`), then beside the rows before it
+3. What is seen of one row is checked alone (`message_checks`, `call_checks`), then beside the rows before it
    (`same_rows`), then beside all (`languages`).
 
 Always true:
@@ -13,6 +13,7 @@ Always true:
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,12 +27,12 @@ from raysvc.audit.call_checks import can_check_arguments, check_calls
 from raysvc.audit.defects import defect_of
 from raysvc.audit.findings import AuditReport, Findings
 from raysvc.audit.languages import Languages
-from raysvc.audit.message_checks import check_messages
-from raysvc.audit.model_limit import model_limit
+from raysvc.audit.message_checks import check_messages, check_text
 from raysvc.audit.same_rows import SameRows
-from raysvc.audit.text_checks import check_text
 from raysvc.chat.row_sequences import RowWatch
+from raysvc.chat.tokens.tokenizer import file_beside
 from raysvc.errors import ConfigError, keys_under
+from raysvc.job.config import TokenizerConfig
 from raysvc.progress import Progress, Tick, silent
 from raysvc.row_ids import slice_base, source_base
 
@@ -239,3 +240,24 @@ class _SourceChecks:
             return any(one.endless for one in own) and not any(one.has_end for one in own)
         ids, mask = row.tokens[row.main]
         return not np.isin(ids[mask != 0][-LAST_TOKENS:], self._special).any()
+
+
+NO_LIMIT = 10**9  # what a tokenizer writes for a limit that it does not know is larger
+
+
+def model_limit(tokenizer: TokenizerConfig) -> int | None:
+    """`max_position_embeddings` of the model, else `model_max_length` of the tokenizer; None: neither is known."""
+    model = _read(tokenizer, "config.json")
+    inner = model.get("text_config")
+    found = (inner if isinstance(inner, dict) else model).get("max_position_embeddings")
+    found = found or _read(tokenizer, "tokenizer_config.json").get("model_max_length")
+    return int(found) if isinstance(found, int | float) and 0 < found < NO_LIMIT else None
+
+
+def _read(tokenizer: TokenizerConfig, name: str) -> dict[str, Any]:
+    path = file_beside(tokenizer, name)
+    try:
+        found = json.loads(path.read_text()) if path is not None else {}
+    except (OSError, ValueError):
+        found = {}
+    return found if isinstance(found, dict) else {}

@@ -4,7 +4,7 @@ Axes: N rows of the mini-batch, T their tokens, S sequences of all ranks, B line
 Always true:
 - every used token of every real row is in exactly one cell of one rank;
 - a dummy is two tokens `pad_token_id` with attention, without labels, counted in no denominator;
-- no Python runs per token; none per row but where a cell holds many numbers.
+- no Python runs per token; none per row but where a cell holds many numbers: such a row is copied at the speed of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from raysvc.collate.columns import (
 )
 from raysvc.collate.fill_packed import fill_lines
 from raysvc.collate.fill_padded import fill_rows
-from raysvc.collate.fill_wide import fill_wide
 from raysvc.collate.flat_rows import FlatRows, has_trajectories
 from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.reused_memory import MEMORY
@@ -166,3 +165,18 @@ def _boundaries(geometry: Geometry, rank: int) -> dict[str, Array]:
         "cu_seqlens": geometry.bounds[offsets[0] : offsets[-1]],
         "cu_seqlens_offsets": (offsets - offsets[0]).astype(np.int32),
     }
+
+
+def fill_wide(column: WideColumn, sheet: Array, geometry: Geometry) -> None:
+    """Write a column into `sheet` [C, *shape], the cells of all ranks."""
+    end = 0
+    for row, cell, length in zip(
+        geometry.rows.tolist(), geometry.cells.tolist(), geometry.lengths.tolist(), strict=True
+    ):
+        if row < 0:  # a dummy holds pads
+            continue
+        if cell > end:
+            sheet[end:cell] = column.pad
+        sheet[cell : cell + length] = column.pieces[row]
+        end = cell + length
+    sheet[end:] = column.pad

@@ -34,10 +34,9 @@ from raysvc.plan.mixture import Mixture, Stage
 from raysvc.plan.pack import aligned
 from raysvc.plan.plan_rows import HeldRows
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
-from raysvc.plan.row_pieces import Pieces
+from raysvc.plan.row_pieces import Pieces, Windows
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.sliced.sliced_rows import SlicedRows
-from raysvc.plan.windows import Windows
 from raysvc.row_ids import written
 
 PlanRows = HeldRows | SlicedRows

@@ -6,19 +6,22 @@
 
 Always true:
 - a run that was killed, and goes on on as many ranks as it likes, decides as the one that was not: by what was reported first;
-- before all sources have joined nothing is decided.
+- before all sources have joined nothing is decided;
+- a source is starved when its mean loss is above a factor times the median of those of the others that still come; a loss of NaN is
+  above every other; one source is left at least, and a source of which nothing was trained is not judged.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raysvc.errors import ConfigError
-from raysvc.feedback.starve import starved
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
@@ -98,3 +101,32 @@ class MixtureAdapter:
             client.set_mixture_weights(changed, from_step=from_step)
             gone = [name for name, weight in changed.items() if weight < weights[name]]
             log.warning("starved sources=%s from_step=%d losses=%s", ",".join(gone), from_step, losses)
+
+
+def starved(
+    weights: Mapping[str, float], losses: Mapping[str, tuple[float, int]], above: float
+) -> dict[str, float] | None:
+    """Weights without the sources that are too bad; None: they stay as they are.
+
+    Args:
+        weights: of all sources.
+        losses: source -> sum of losses, and the targets (or pairs) that they are of.
+        above: the factor.
+    """
+    means = {
+        name: _mean(*losses[name])
+        for name, weight in weights.items()
+        if weight > 0 and losses.get(name, (0.0, 0))[1] > 0
+    }
+    bad = [name for name, mean in means.items() if not _is_fit(name, mean, means, above)]
+    left = {name: 0.0 if name in bad else weight for name, weight in weights.items()}
+    return left if bad and any(left.values()) else None
+
+
+def _mean(total: float, targets: int) -> float:
+    return math.inf if math.isnan(total) else total / targets
+
+
+def _is_fit(name: str, mean: float, means: Mapping[str, float], above: float) -> bool:
+    others = [other for each, other in means.items() if each != name]
+    return not others or mean <= above * statistics.median(others)

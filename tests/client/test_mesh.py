@@ -117,7 +117,7 @@ def parts_of(spec_json: str, dp: int, cp: int) -> list[Any]:
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.collate.parallel.cp_cut import cp_cut
+    from raysvc.collate.cp_cut import cp_cut
 
     spec = ServeSpec.model_validate_json(spec_json)
     assert spec.plan.cp_split is not None

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from raysvc.actors.server.make_step import Recipe, make_step
 from raysvc.actors.server.spec import Role
+from raysvc.collate.cp_cut import cp_cut
 from raysvc.collate.loss_weights import token_weights
-from raysvc.collate.parallel.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig

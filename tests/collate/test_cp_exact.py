@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysvc.collate.cp_cut import cp_cut
 from raysvc.collate.loss_weights import token_weights
-from raysvc.collate.parallel.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.job.config import PlanConfig
 from tests.collate.conftest import collate_step, random_data

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
-from raysvc.plan.windows import Windows
+from raysvc.plan.row_pieces import Windows
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any)
 

@@ -4,14 +4,15 @@ Always true:
 - `create` is one single request with the store's own condition, never a multipart upload;
 - neither listings nor reads are answered from fsspec's cache of listings;
 - a request that may work on another attempt is tried again with growing pauses; a refusal of credentials
-  or bucket becomes a StoreError at once.
+  or bucket becomes a StoreError at once;
+- a listing that may leave out names that begin alike has every other name, and costs one request more for each beginning.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from raysvc.cache.store.retry import first_answer, retried
-from raysvc.cache.store.s3_listing import few_names
 from raysvc.cache.store.signed_url import download_signed
 from raysvc.cache.store.store import Data, Found, buffers_of, probe_create
 from raysvc.errors import StoreError
@@ -205,3 +205,26 @@ def _modified_s(info: Mapping[str, Any]) -> float:
         if isinstance(value, str):
             return datetime.fromisoformat(value).timestamp()
     return 0.0
+
+
+def few_names(fs: Any, base: str, few_of: tuple[str, ...]) -> Iterator[Found]:
+    """Returns what lies directly in a folder.
+
+    Args:
+        fs: s3fs.
+        base: bucket and folder.
+        few_of: beginnings of names that may be left out.
+    """
+    bucket, key, _ = fs.split_path(base)
+    folder = f"{key}/" if key else ""
+    after = folder
+    while True:
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, Delimiter="/", StartAfter=after)
+        for item in page.get("Contents", ()):
+            if name := item["Key"][len(folder) :]:
+                yield Found(name, item["Size"], item["LastModified"].timestamp(), False)
+        if not page["IsTruncated"]:
+            return
+        last = page["Contents"][-1]["Key"][len(folder) :]
+        many = next((start for start in few_of if last.startswith(start)), None)
+        after = folder + (last if many is None else f"{many}\x7f")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from raysvc.feedback.starve import starved
+from raysvc.training.adapting import starved
 
 GOOD = {"a": (10.0, 10), "b": (24.0, 20)}
 
