@@ -21,7 +21,6 @@ from raysvc.cache.growing.coming import AddedSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listings
 from raysvc.cache.growing.slice_receipts import SliceReceipts, slices_of
-from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
 
@@ -31,23 +30,20 @@ class AddedEntry(GrowingEntry):
 
     base: Entry
 
-    def __init__(
-        self, store: Store, folder: str, spec: AddedSpec, base: Entry, copies: PartCopies | None = None
-    ) -> None:
+    def __init__(self, store: Store, folder: str, spec: AddedSpec, base: Entry) -> None:
         """Nothing is read.
 
         Args:
             store, folder: where the columns are computed.
             spec: what is known of them.
             base: the rows, to be read while they come.
-            copies: as in `Entry`.
         """
         self.coming = spec
         self._growing = threading.Lock()  # guards what is appended to the slices
         rows = base.source_rows.tolist()
         self.receipts = SliceReceipts(store, folder, rows, [base.key] * len(rows), are_added=True)
         manifest = Manifest(spec.key, (), self.receipts.columns, spec.recipe, dict(base.report))
-        Entry.__init__(self, store, folder, manifest, copies, base)
+        Entry.__init__(self, store, folder, manifest, base=base)
 
     def _starts(self) -> npt.NDArray[np.int64]:
         return self.base.slice_starts

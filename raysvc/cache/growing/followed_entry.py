@@ -22,7 +22,6 @@ from raysvc.cache.growing.coming import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import REMEDY, Listings
 from raysvc.cache.growing.slice_receipts import MOST_LOOK_S, SliceReceipts
-from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError
@@ -39,7 +38,6 @@ class FollowedEntry(GrowingEntry):
         folder: str,
         spec: FollowedSpec,
         report: Mapping[str, Any] | None = None,
-        copies: PartCopies | None = None,
     ) -> None:
         """The listings are read.
 
@@ -47,7 +45,6 @@ class FollowedEntry(GrowingEntry):
             store, folder: where it is built.
             spec: what is known of it.
             report: of all slices, by who has built them.
-            copies: as in `Entry`.
 
         Raises:
             EntryError: there are no listings, or other ones.
@@ -60,13 +57,8 @@ class FollowedEntry(GrowingEntry):
         self._num_listings = 0  # whose slices are known here
         self._looked_s = 0.0
         self.look()
-        Entry.__init__(
-            self,
-            store,
-            folder,
-            Manifest(spec.key, (), self.receipts.columns, spec.recipe, report or spec.report),
-            copies,
-        )
+        manifest = Manifest(spec.key, (), self.receipts.columns, spec.recipe, report or spec.report)
+        Entry.__init__(self, store, folder, manifest)
 
     def _starts(self) -> Int64s:
         return slice_base(np.arange(MOST_SLICES + 1, dtype=np.int64))

@@ -30,20 +30,17 @@ from raysvc.row_ids import slice_base
 class GrowingEntry(Entry):
     """One generation of a key that somebody builds, or has just built."""
 
-    def __init__(
-        self, store: Store, folder: str, spec: GrowingSpec, copies: PartCopies | None = None
-    ) -> None:
+    def __init__(self, store: Store, folder: str, spec: GrowingSpec) -> None:
         """Nothing is read.
 
         Args:
             store, folder: where it is built.
             spec: what is known of it.
-            copies: as in `Entry`.
         """
         self.coming = spec
         self.receipts = SliceReceipts(store, folder, spec.report["source_rows"], spec.contents)
         super().__init__(
-            store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report), copies
+            store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report)
         )
 
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
