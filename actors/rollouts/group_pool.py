@@ -12,7 +12,7 @@ Always true:
   timeline; what evictions, drops and quarantine took stays away;
 - capacity = (max_staleness + 1) * b - ready - waiting - planned and not committed - reserved, and room for slots to fill: what is evicted, dropped,
   released, expired or trained gives capacity back;
-- where the pool is `paced`, a step waits for prompts that are under way rather than make them too old: of the groups that no step has
+- where `on_stale` is `pace`, a step waits for prompts that are under way rather than make them too old: of the groups that no step has
   yet, those of version w and below are never more than the steps that weights up to w + `max_staleness` can train, and the oldest
   are taken first;
 - no call but `load` walks all steps.
@@ -22,7 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import OnStale
 
 Key = tuple[str, int]
 OnBadGroup = Literal["fill", "shrink"]
@@ -84,9 +87,7 @@ class Pool:
         quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
         trained_before: groups that they trained.
-        paced: see the module.
-        evicts: whether what is too old goes; False: `max_staleness` bounds what may be started, alone.
-        withholds: a group is as old as its newest sequence: of those that are trained, the sequences that are too old are withheld.
+        on_stale: what is done about groups that get too old; with `train` nothing: `max_staleness` bounds what may be started, alone.
         trained_from: group of a formed step -> the oldest weight version whose sequences are trained, where others are withheld; as it was
             when the group was chosen: what is withheld stays so.
         granted: uid of a reserved prompt of a stream -> the version that trained when it was handed out.
@@ -113,9 +114,7 @@ class Pool:
     quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
     trained_before: int = 0
-    paced: bool = False
-    evicts: bool = True
-    withholds: bool = False
+    on_stale: OnStale = "drop"
     trained_from: dict[Key, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     _top: int = -1  # the highest step that was formed
@@ -140,7 +139,12 @@ class Pool:
     @property
     def _bound(self) -> int | None:
         """Versions beyond which a group is not trained."""
-        return self.max_staleness if self.evicts else None
+        return None if self.on_stale == "train" else self.max_staleness
+
+    @property
+    def withholds(self) -> bool:
+        """Whether a group is as old as its newest sequence: of those that are trained, the sequences that are too old are withheld."""
+        return self.on_stale == "withhold"
 
     def load(
         self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key], trained_from: Mapping[Key, int]
@@ -444,7 +448,7 @@ class Pool:
     def may_grant(self, frontier: int) -> bool:
         """Tells whether a prompt that is sampled with the present weights can be trained in time. Weights that were not told yet may be
         newer: between a commit and `set_version` there is room for a step that the present ones are too old for."""
-        if not self.paced or self._bound is None:
+        if self.on_stale != "pace" or self._bound is None:
             return True
         steps = self.version + self._bound + 1 - self.trained_by(max(frontier, self._top + 1))
         pending = len(self.ready) + len(self.waiting) + len(self.reserved)
@@ -452,7 +456,7 @@ class Pool:
 
     def _would_make_late(self, step: int) -> bool:
         """Whether prompts that are under way would get too old if `step` were made of what is ready."""
-        if not self.paced or self._bound is None:
+        if self.on_stale != "pace" or self._bound is None:
             return False
         left = sorted(group.version for group in self.ready)[self.batch_size :]
         awaited = [
@@ -487,7 +491,7 @@ class Pool:
             self.trained_from.update(dict.fromkeys(keys, self.trained_by(step) - self._bound))
 
     def _take(self, count: int) -> list[Key]:
-        if self.paced:
+        if self.on_stale == "pace":
             self.ready.sort(key=lambda group: group.version)
         taken, self.ready = self.ready[:count], self.ready[count:]
         return [group.key for group in taken]

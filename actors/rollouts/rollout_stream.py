@@ -105,9 +105,7 @@ class RolloutStream:
         with self._opening:
             if self._store is None:
                 spec, plan = self._spec, self._recipe.plan
-                pool = Pool(plan.batch_size, spec.max_staleness, spec.on_bad_group)
-                pool.paced, pool.withholds = spec.on_stale == "pace", spec.on_stale == "withhold"
-                pool.evicts = spec.on_stale != "train"
+                pool = Pool(plan.batch_size, spec.max_staleness, spec.on_bad_group, on_stale=spec.on_stale)
                 schema = Schema(plan.columns, spec.late, spec.defaults)
                 self._store = GroupStore(
                     pool,

@@ -89,9 +89,7 @@ class Bench:
         self.open()
 
     def open(self) -> None:
-        pool = Pool(self.batch_size, self.staleness)
-        policy = self.rules and self.rules.on_stale
-        pool.paced, pool.evicts, pool.withholds = policy == "pace", policy != "train", policy == "withhold"
+        pool = Pool(self.batch_size, self.staleness, on_stale=self.rules.on_stale if self.rules else "drop")
         spool = Spool(str(self.folder), {})
         self.mortal = MortalStore(spool._store)
         spool._store = self.mortal  # type: ignore[assignment]
