@@ -50,13 +50,21 @@ class Repeated:
         return self._some[rows % 1000]
 
 
+def repeated_rows(num_rows: int) -> Any:
+    """Rows of a plan with such lengths."""
+    from raysvc.plan.groups import Groups
+    from raysvc.plan.plan_rows import HeldRows
+
+    return HeldRows(Repeated(num_rows), Groups.singles(num_rows))  # type: ignore[arg-type]
+
+
 def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Milliseconds of one step, and memory."""
     from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
 
     config = PlanConfig(batch_size=batch_size, **shape)
-    plan = Plan(config, Repeated(num_rows))  # type: ignore[arg-type]
+    plan = Plan(config, repeated_rows(num_rows))
     last = plan.schedule.num_steps - 1
     steps = [number * last // repeats for number in range(repeats + 1)]
     times = []
@@ -65,7 +73,7 @@ def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: in
         plan.step(step, DP_SIZE)
         times.append((time.perf_counter() - start) * 1e3)
     tracemalloc.start()
-    again = Plan(config, Repeated(num_rows))  # type: ignore[arg-type]
+    again = Plan(config, repeated_rows(num_rows))
     for step in steps[:3]:
         again.step(step, DP_SIZE)
     memory = tracemalloc.get_traced_memory()[1] / 2**20
@@ -81,7 +89,7 @@ def mixture_cost(batch_size: int, repeats: int) -> dict[str, Any]:
 
     sources = tuple(MixtureSource(f"source-{number}", 10**8) for number in range(10))
     mixture = Mixture(sources, (Stage(0, tuple(range(10**7, 11 * 10**7, 10**7))),))
-    plan = Plan(PlanConfig(batch_size=batch_size), Repeated(10**9), mixture=mixture)  # type: ignore[arg-type]
+    plan = Plan(PlanConfig(batch_size=batch_size), repeated_rows(10**9), mixture=mixture)
     times = []
     for number in range(repeats):
         start = time.perf_counter()
@@ -97,7 +105,7 @@ def report_cost(num_rows: int) -> float:
     from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
 
-    plan = Plan(PlanConfig(batch_size=256), Repeated(num_rows))  # type: ignore[arg-type]
+    plan = Plan(PlanConfig(batch_size=256), repeated_rows(num_rows))
     start = time.perf_counter()
     plan_report(plan, DP_SIZE, ColumnBytes(per_cell=13, per_row=24))
     return time.perf_counter() - start
