@@ -172,6 +172,18 @@ def further_runs(words: Sequence[str] | None) -> list[str]:
     return [folder for folder in found if folder is not None]
 
 
+def run_folder(word: str) -> str:
+    """The folder of a run that an argument names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = _run_folder(word)
+    if folder is None:
+        raise ConfigError(word, "is no folder, and runs has none of that name", "name the folder of a run")
+    return folder
+
+
 def _as_mistake(error: OSError) -> UserMistake:
     """Returns what a file system refused, as a line that says what to do."""
     remedy = FILE_SYSTEM[error.errno or 0]

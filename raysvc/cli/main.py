@@ -22,6 +22,7 @@ from raysvc.cli.stop import stop
 from raysvc.cli.tokenize import tokenize
 from raysvc.cli.top import top
 from raysvc.cli.train import train
+from raysvc.cli.why import why
 
 app = typer.Typer(
     name="raysvc",
@@ -48,6 +49,7 @@ app.add_typer(cache, name="cache")
 app.command()(tokenize)
 app.command()(top)
 app.command()(train)
+app.command()(why)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
 from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
-from raysvc.feedback.driver_feedback import DriverFeedback, Numbers
+from raysvc.feedback.driver_feedback import Numbers
 from raysvc.feedback.request import RowOutcomes
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class BatchClient(LeaseClient[_Fetch, Step]):
     def __init__(self, server: Any, lease: Lease, roles: Mapping[str, Role], limit: Limit) -> None:
         super().__init__(Connection(server, lease), tuple(roles.values()), limit)
         self.roles = dict(roles)
-        self._feedback = DriverFeedback(self._connection, lease.frontier, self._decided)
 
     def __iter__(self) -> Iterator[Step]:
         return self.steps()
@@ -170,24 +169,6 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """`from_step`, `weights` (or None) and `skip_rows` of what was decided so far, in its order."""
         return list(self._connection.get(self._connection.control("decisions")))
 
-    def report_rows(self, step: int, row_ids: Numbers, **columns: Numbers) -> None:
-        """Report outcomes of a step's rows: `loss=[...]`, `reward=[...]`, a filter's `verdict=[...]`.
-
-        They are on disk, together with those of other steps, when the next decision, `row_outcomes`, `state_dict` or `detach`
-        returns. The first report of a step counts, so that a step that is trained again decides nothing again.
-
-        Args:
-            row_ids: [N].
-            columns: name -> [N] numbers, kept as float32.
-
-        Raises:
-            ConfigError: no column, or one of another length; a step that was reported and is not sent yet.
-            ServerError: as `set_mixture_weights`.
-        """
-        self._refuse_rollouts("report_rows")
-        known = integer("report_rows(step)", step, 0, max(self._feedback.asked, 1))
-        self._feedback.report(known, row_ids, columns)
-
     def row_outcomes(self, first: int, stop: int) -> RowOutcomes:
         """Returns what was reported of the rows of the steps `first` to `stop - 1`; also before a restart.
 
@@ -199,19 +180,6 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             integer(f"row_outcomes({name})", at, 0) for name, at in (("first", first), ("stop", stop))
         )
         return self._feedback.outcomes(begin, end)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The committed frontier, as small JSON, and which decisions the steps below it followed; safe with fetches in flight."""
-        self._feedback.flush()
-        return super().state_dict()
-
-    def detach(self) -> None:
-        """Give the lease back; safe to call twice, and with fetches in flight."""
-        try:
-            if not self._connection.closed:
-                self._feedback.flush()
-        finally:
-            super().detach()
 
     def put_groups(self, groups: Any) -> Any:
         """Put rollouts; as `Rollouts.put_groups`."""
@@ -289,16 +257,6 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         if isinstance(self._window, LookAhead):
             self._window.forget_sizes()
         return step
-
-    def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
-        super()._move(frontier, plan_state)
-        self._feedback.moved(self.frontier)
-
-    def _refuse_rollouts(self, call: str) -> None:
-        self._connection.check()
-        if self.lease.forms:
-            where, what = f"server.name {self.lease.name!r}", f"serves rollouts, and {call} is for an entry"
-            raise ServerError(where, what, "change what is put")
 
     def _refuse_unless_rollouts(self, call: str) -> None:
         self._connection.check()

@@ -30,7 +30,8 @@ from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSi
 from raysvc.client.meter import CommittedSteps, DeliveredStep, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
-from raysvc.errors import ConfigError, PromptsEnded, StepOutOfOrder
+from raysvc.errors import ConfigError, PromptsEnded, ServerError, StepOutOfOrder
+from raysvc.feedback.driver_feedback import DriverFeedback, Numbers
 from raysvc.plan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._counting = threading.RLock()  # guards what counts them
         self._frontier = self.lease.frontier  # of what was counted
         self._decided = list(self.lease.decided)
+        self._feedback = DriverFeedback(connection, self._frontier, self._decided)
         self._taken = self._frontier  # steps below were handed out, or are committed
         self._window: Window | None = None  # of the newest iteration; an older one is refused
         self._uncommitted = 0  # steps handed out since the last commit
@@ -136,6 +138,7 @@ class LeaseClient(ABC, Generic[F, S]):
         Raises:
             FencedError: this process slept, and somebody took over.
         """
+        self._feedback.flush()
         self._connection.confirm()
         state = state_of(self.lease, self.schedule, self.frontier, self.orders, self._decided)
         return {**state, "dp_size": self.dp_size}
@@ -149,6 +152,24 @@ class LeaseClient(ABC, Generic[F, S]):
             StateMismatch: the state belongs to other rows or another order; it says which.
         """
         self._move(frontier_of(state), state["plan"])
+
+    def report_rows(self, step: int, row_ids: Numbers, **columns: Numbers) -> None:
+        """Report outcomes of a step's rows: `loss=[...]`, `reward=[...]`, a filter's `verdict=[...]`; a rank those of its own rows.
+
+        They are on disk, together with those of other steps, when the next decision, `row_outcomes`, `state_dict` or `detach`
+        returns. The first report of a row counts, so that a step that is trained again decides nothing again.
+
+        Args:
+            row_ids: [N].
+            columns: name -> [N] numbers, kept as float32.
+
+        Raises:
+            ConfigError: no column, or one of another length; a step that was reported and is not sent yet.
+            ServerError: several readers, or rollouts, are served.
+        """
+        self._refuse_rollouts("report_rows")
+        known = integer("report_rows(step)", step, 0, max(self._feedback.asked, self._taken, 1))
+        self._feedback.report(known, row_ids, columns)
 
     def rewind(self, step: int) -> None:
         """Make `step` the next one to train, earlier or later than the frontier; every rank has to call it."""
@@ -214,6 +235,13 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def detach(self) -> None:
         """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
+        try:
+            if not self._connection.closed:
+                self._feedback.flush()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._end_iteration()
         self._record()
         self.meter.metrics.write()
@@ -390,6 +418,13 @@ class LeaseClient(ABC, Generic[F, S]):
             self._connection.orders = {order["epoch"]: order["digest"]}
         self.meter.moved()
         self._end_iteration()
+        self._feedback.moved(moved)
+
+    def _refuse_rollouts(self, call: str) -> None:
+        self._connection.check()
+        if self.lease.forms:
+            where, what = f"server.name {self.lease.name!r}", f"serves rollouts, and {call} is for an entry"
+            raise ServerError(where, what, "change what is put")
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._connection.sizes(first, stop, self._roles)

@@ -8,8 +8,8 @@ one column.
 Always true:
 - a record is complete when it can be seen, and durable when the call that wrote it returns; none is ever changed;
 - decisions are numbered from 0 without a gap; one that is missing or damaged is an error that names it, and so are damaged outcomes;
-- of several reports of a step the first one counts that was made since the last decision that changed the step: a step
-  that is trained again after a death changes no outcome;
+- of several reports of a row of a step the first one counts that was made since the last decision that changed the step: a step
+  that is trained again after a death changes no outcome, and each rank may report its own rows;
 - outcomes take at most `MOST_BYTES` and `MOST_RECORDS`: the oldest records go first. Decisions stay.
 """
 
@@ -27,9 +27,10 @@ from raysvc.cache.store.claim import Claim, open_owned
 from raysvc.errors import EntryError
 from raysvc.feedback.decision import Decision
 from raysvc.feedback.request import RowOutcomes
+from raysvc.ragged import Int64s
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 MOST_BYTES = 1 << 30
 MOST_RECORDS = 4096
@@ -89,15 +90,20 @@ class FeedbackLog:
         self._store.write(f"outcomes/{name}", data)
         self._remove_oldest()
 
-    def outcomes(self, first: int, stop: int, decisions: Sequence[Decision]) -> RowOutcomes:
+    def outcomes(
+        self, first: int, stop: int, decisions: Sequence[Decision], row_ids: Int64s | None = None
+    ) -> RowOutcomes:
         """Returns what counts of the steps `first` to `stop - 1`.
+
+        Args:
+            row_ids: only of these rows; None: of all.
 
         Raises:
             StoreError: a report is damaged.
         """
         import pyarrow as pa
 
-        taken: dict[int, pa.Table] = {}
+        taken = []
         for record in self._records():
             if record.last < first or record.first >= stop:
                 continue
@@ -105,18 +111,20 @@ class FeedbackLog:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
             steps = table["step"].to_numpy()
             changed = min((one.from_step for one in decisions[record.known :]), default=stop)
-            for step in np.unique(steps).tolist():
-                if first <= step < min(stop, changed) and step not in taken:
-                    taken[step] = table.filter(pa.array(steps == step))
+            there = (first <= steps) & (steps < min(stop, changed))
+            if row_ids is not None:
+                there &= np.isin(table["row_id"].to_numpy(), row_ids)
+            taken.append(table.filter(pa.array(there)))
         if not taken:
             return RowOutcomes(np.zeros(0, np.int64), np.zeros(0, np.int64), {})
-        whole = pa.concat_tables([taken[step] for step in sorted(taken)], promote_options="default")
+        whole = pa.concat_tables(taken, promote_options="default")
+        kept = _first_of_each(whole["step"].to_numpy(), whole["row_id"].to_numpy())
         columns = {
-            name: whole[name].to_numpy().astype(np.float32)
+            name: whole[name].to_numpy().astype(np.float32)[kept]
             for name in whole.column_names
             if name not in ("step", "row_id")
         }
-        return RowOutcomes(whole["step"].to_numpy(), whole["row_id"].to_numpy(), columns)
+        return RowOutcomes(whole["step"].to_numpy()[kept], whole["row_id"].to_numpy()[kept], columns)
 
     def _decision(self, number: int) -> Decision:
         name = f"decisions/{number:012d}.json"
@@ -147,6 +155,15 @@ class FeedbackLog:
             oldest, *found = found
             nbytes -= oldest.size
             self._store.delete(f"outcomes/{oldest.name}")
+
+
+def _first_of_each(steps: Int64s, row_ids: Int64s) -> Int64s:
+    """Returns the places where a row of a step stands first, by step."""
+    order = np.lexsort((np.arange(len(steps)), row_ids, steps))
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (np.diff(steps[order]) != 0) | (np.diff(row_ids[order]) != 0)
+    places = np.sort(order[is_new])
+    return np.asarray(places[np.argsort(steps[places], kind="stable")], np.int64)
 
 
 def _number(name: str) -> int:

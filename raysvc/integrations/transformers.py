@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from raysvc.actors.model.row_isolation import model_inputs
+from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-Inputs = dict[str, "torch.Tensor"]
+Inputs = dict[str, Any]  # mostly tensors
+ROWS = "raysvc_rows"
 # options of any trainer that the plan or the server decides: what leaves it to them, why, what to use
 DECIDED: dict[str, tuple[Any, str, str]] = {
     "dataloader_num_workers": (
@@ -66,17 +69,23 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         client: of this rank.
         columns: what `compute_loss` gets beside the model's own inputs: columns of the shards, in the type and shape of
             `RankMicro.tensors`. Take them out of `inputs` there before the model is called.
+        row_losses: report the loss of each row with its step, for `raysvc why`; the model has to return logits.
     """
 
     client: RankClient
     columns: Sequence[str] = ()
+    row_losses: bool = False
+    _untold: list[
+        tuple[Any, Any, Any]
+    ]  # row ids, losses and targets of the rows of micro-batches since the last commit
     _inputs_of: Mapping[str, Callable[[Mapping[str, Any]], Inputs]] = {}  # of each layout that came
 
     def get_train_dataloader(self) -> MiniBatches:
         """The mini-batches of this rank, from the frontier on."""
         self._refuse()
         self.args.ignore_data_skip = True  # the server goes on at the frontier, nothing has to be skipped
-        minis = MiniBatches(self.client, self.batch_of)
+        self._untold = []
+        minis = MiniBatches(self.client, self.batch_of, self._tell)
         self.remove_callback(Frontier)  # of an earlier train()
         self.add_callback(Frontier(minis))
         return minis
@@ -100,7 +109,33 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         if micro.layout not in self._inputs_of:
             self._inputs_of = {**self._inputs_of, micro.layout: model_inputs(self.model, micro.layout)}
         inputs = self._inputs_of[micro.layout](micro.tensors)
-        return inputs | {"labels": micro.tensors["labels"].long()} | declared(micro, self.columns)
+        rows = {ROWS: (micro.tensors["row_ids"], micro.tensors["row_tokens"])} if self.row_losses else {}
+        return inputs | {"labels": micro.tensors["labels"].long()} | declared(micro, self.columns) | rows
+
+    def compute_loss(
+        self, model: Any, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of the host; that of each row is kept until the step is committed."""
+        if ROWS not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        row_ids, row_tokens = inputs[ROWS]
+        host = {name: value for name, value in inputs.items() if name != ROWS}
+        loss, outputs = super().compute_loss(model, host, True, num_items_in_batch)
+        if (logits := getattr(outputs, "logits", None)) is None:
+            raise ConfigError("row_losses", "needs logits, and this model returns none", "leave it out")
+        sums = _row_sums(logits.detach(), labels, row_tokens)
+        self._untold.append(
+            tuple(values[row_ids >= 0].cpu().numpy() for values in (row_ids, sums, row_tokens))
+        )
+        return (loss, outputs) if return_outputs else loss
+
+    def _tell(self, step: int) -> None:
+        """Report the rows of a step that is trained."""
+        if self._untold:
+            rows, sums, targets = (np.concatenate(each) for each in zip(*self._untold, strict=True))
+            self.client.report_rows(step, rows, loss=sums, targets=targets)
+        self._untold = []
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Forward and backward of every micro-batch; gradients are reduced with the last one."""
@@ -139,8 +174,13 @@ class MiniBatches:
     `len` counts the mini-batches of the whole run, as the Trainer's schedules want it.
     """
 
-    def __init__(self, client: RankClient, batch_of: Callable[[RankMicro], Inputs]) -> None:
-        self.client, self._batch_of = client, batch_of
+    def __init__(
+        self,
+        client: RankClient,
+        batch_of: Callable[[RankMicro], Inputs],
+        before_commit: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.client, self._batch_of, self._before_commit = client, batch_of, before_commit
         self._trained = 0  # mini-batches of the step at the frontier that are trained
         self._ends_step = False  # of the one that was given last
 
@@ -168,6 +208,7 @@ class MiniBatches:
         """The mini-batch that was given last is in the weights."""
         self._trained += 1
         if self._ends_step:
+            self._before_commit(self.client.frontier)
             self.client.commit(self.client.frontier)
             self._trained = 0
 
@@ -229,6 +270,19 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
         """Commit, before the Trainer saves."""
         self.loader.trained()
         state.epoch = state.global_step / self.loader.optimizer_steps * args.num_train_epochs
+
+
+def _row_sums(logits: torch.Tensor, labels: torch.Tensor, row_tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of each row over its targets, from what the model says of the token before; targets stand row by row."""
+    import torch
+
+    wanted = labels[:, 1:] != IGNORED
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1][wanted].float(), labels[:, 1:][wanted], reduction="none"
+    )
+    ends = row_tokens.long().cumsum(0)
+    total = torch.cat([losses.new_zeros(1, dtype=torch.float64), losses.double().cumsum(0)])
+    return total[ends] - total[ends - row_tokens.long()]
 
 
 def refuse_decided(args: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:

@@ -1,6 +1,6 @@
-"""A run that starves the sources of its mixture whose loss stays high (`mixture.adapt`).
+"""A run that reports the losses of its rows, and starves the sources of its mixture whose loss stays high (`mixture.adapt`).
 
-1. The losses of the rows of each step are reported with it.
+1. The losses of the rows of each step are reported with it, for `raysvc why` too.
 2. When the steps [k - n, k) are trained, n being `every_steps`, their losses are looked at, as they were first reported.
 3. What follows from them holds from step k + n on: the steps until then may have been handed out already.
 
@@ -33,15 +33,16 @@ log = logging.getLogger(__name__)
 
 
 class MixtureAdapter:
-    """See the module; a run without `mixture.adapt` does nothing of it.
+    """See the module; a run without `mixture.adapt` only reports.
 
     Args:
         mixture: of the job.
         entry: whose rows they are, with the numbers of the plan.
+        alone: the server has one trainer, which may report.
     """
 
-    def __init__(self, mixture: MixtureConfig | None, entry: CacheEntry) -> None:
-        self._mixture, self._entry = mixture, entry
+    def __init__(self, mixture: MixtureConfig | None, entry: CacheEntry, *, alone: bool = True) -> None:
+        self._mixture, self._entry, self._alone = mixture, entry, alone
         self._adapt = mixture.adapt if mixture is not None else None
 
     def report(
@@ -56,9 +57,11 @@ class MixtureAdapter:
         Raises:
             ConfigError: the workers do not say the losses of rows.
         """
-        if self._adapt is None:
+        if self._adapt is None and not self._alone:
             return
         rows = [mini.rows for rank in results for mini in rank[:num_minis] if mini.rows is not None]
+        if not rows and self._adapt is None:
+            return
         if not rows:
             what = "needs the loss of each row, and this objective has none"
             raise ConfigError("mixture.adapt", what, "leave it out, or train another objective")

@@ -232,7 +232,8 @@ class _Run:
         )
         per_epoch = client.schedule.steps_per_epoch
         entry = self.entry
-        shares, self.adapting = LossShares(entry), MixtureAdapter(self.job.mixture, entry)
+        alone = self.job.server.share == "none"
+        shares, self.adapting = LossShares(entry), MixtureAdapter(self.job.mixture, entry, alone=alone)
         books = RunLog(
             self.folder,
             self.checkpoint,

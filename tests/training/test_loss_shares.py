@@ -13,6 +13,7 @@ import pytest
 
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.collate.row_values import RowValues
+from raysvc.inspect.why import why
 from raysvc.training.loss_shares import LossShares, length_bucket
 
 
@@ -82,6 +83,7 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
     by_source: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_length: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_step: dict[int, list[float]] = defaultdict(lambda: [0.0, 0])
+    by_row: dict[int, dict[str, tuple[str, float]]] = defaultdict(dict)
     for step, row_id in ((line["step"], row) for line in trained for row in line["row_ids"]):
         row = entry.row(row_id)
         ids = torch.tensor([row["input_ids"]])
@@ -93,12 +95,16 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
         for shares, name in ((by_source, entry.origins([row_id])[0][0]), (by_length, bucket)):
             shares[name][0] += nats
             shares[name][1] += int(mask.sum())
+        by_row[step][row_id] = entry.origins([row_id])[0][0], pytest.approx(nats / int(mask.sum()), rel=1e-4)
         by_step[step][0] += nats
         by_step[step][1] += int(mask.sum())
     for line in lines:
         nats, count = by_step[line["step"]]
         assert line["minis"] == 2
         assert line["loss"] == pytest.approx(nats / count, rel=1e-5)
+        asked, _ = why(str(tmp_path / "run"), line["step"])
+        assert {row.row_id: (row.source, row.loss) for row in asked.rows} == by_row[line["step"]]
+        assert {group.name for group in asked.sources} == {"first", "second"}
     for key, expected in (("by_source", by_source), ("by_length", by_length)):
         found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         for line in lines:
