@@ -115,7 +115,11 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
     def compute_loss(
         self, model: Any, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of the host; that of each row is kept until the step is committed."""
+        """The loss of the host; that of each row is kept until the step is committed.
+
+        Raises:
+            ConfigError: `row_losses` is set, and the model returns no logits.
+        """
         if ROWS not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
