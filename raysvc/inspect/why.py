@@ -100,7 +100,7 @@ def spike_of(run_dir: str, metric: Metric) -> int:
     if not len(steps):
         raise ConfigError(run_dir, f"has no {metric} in metrics.jsonl", "give --step")
     width = min(2 * AROUND + 1, len(values))
-    filled = np.where(np.isfinite(values), values, np.inf)  # what is no number is worse than any
+    filled = np.where(np.isfinite(values), values, np.inf)  # NaN is worse than any number
     medians = np.median(np.lib.stride_tricks.sliding_window_view(filled, width), axis=-1)
     before = (width - 1) // 2
     medians = np.pad(medians, (before, len(values) - len(medians) - before), mode="edge")

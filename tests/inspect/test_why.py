@@ -76,7 +76,7 @@ def test_the_row_that_lifts_a_step_comes_first_with_what_it_cost_before(
 
 def test_a_step_is_found_by_the_spike_of_a_metric(tmp_path: Path, sample: dict[str, str]) -> None:
     run = run_of(tmp_path, sample, {(42, 98): 30.0, (5, 40): float("nan")})
-    assert spike_of(run, "grad_norm") == 5, "no number is worse than any"
+    assert spike_of(run, "grad_norm") == 5, "NaN is worse than any number"
     assert spike_of(run_of(tmp_path / "other", sample, {(42, 98): 30.0}), "loss") == 42
     assert spike_of(run_of(tmp_path / "third", sample, {}), "grad_norm") == 71
     found, _ = why(run, 5)
