@@ -21,7 +21,6 @@ from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.feedback.request import RowOutcomes
 from raysvc.inspect.why import spike_of, why
 from raysvc.job.job_file import load_job
-from raysvc.training.step_log import StepLog
 
 ROWS, EVERY = 240, 8  # rows of the sample, and rows a step
 
@@ -34,9 +33,8 @@ def run_of(
                     "cache": {"root": str(folder / "cache")}, "plan": {"batch_size": EVERY, "epochs": 3}})  # fmt: skip
     entry = raysvc.tokenize(job)
     run = folder / "run"
-    served = StepLog(run / "served.jsonl", 0)
-    served.append(served_line(0, 1, serve_spec(job, entry, evals=())))
-    served.close()
+    run.mkdir()
+    (run / "served.jsonl").write_text(json.dumps(served_line(0, 1, serve_spec(job, entry, evals=()))) + "\n")
     of_steps = np.repeat(np.arange(steps), EVERY)
     rows = np.arange(len(of_steps)) % ROWS
     each = [
@@ -45,13 +43,13 @@ def run_of(
     ]
     columns = {"loss": 10 * np.array(each, np.float32), "targets": np.full(len(rows), 10, np.float32)}
     FeedbackLog(f"{run}/server/feedback").report(RowOutcomes(of_steps, rows, columns), known=0)
-    metrics = StepLog(run / "metrics.jsonl", 0)
+    metrics = []
     for step in range(steps):
         loss = float(np.mean(np.array(each)[of_steps == step]))
         metrics.append(
             {"step": step, "loss": loss, "grad_norm": 9.0 if step == 71 else 1.0 + loss, "lr": 1e-3}
         )
-    metrics.close()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     return str(run)
 
 
