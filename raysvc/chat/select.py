@@ -1,4 +1,4 @@
-"""Which tokens of encoded rows are written, and what is kept of rows that are too long.
+"""Selects the tokens of encoded rows that are written, and what is kept of rows that are too long.
 
 Axes: N sequences before, K after; T tokens before, W written.
 Always true:

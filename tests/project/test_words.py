@@ -87,7 +87,7 @@ STUBS = (
     "There",
 )
 QUESTIONS = ("What", "Whether", "Who", "Why")  # of modules
-MOVING = ("starve.py", "plan/__init__.py", "select.py", "token_texts.py", "turn_signs.py", "added_entry.py")
+MOVING = ("raysvc/plan/__init__.py",)
 
 
 def test_a_docstring_begins_with_a_sentence() -> None:

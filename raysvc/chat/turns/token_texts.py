@@ -1,4 +1,4 @@
-"""How the control tokens of a tokenizer are looked for in a render; the longest one that fits is found."""
+"""Finds the control tokens of a tokenizer in a render; the longest one that fits is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a template that nobody has seen is asked, once, and what its renders of a few words show.
+"""Asks a template that nobody has seen, once, what its renders of a few words show.
 
 1. Of a conversation with two answers, the block of each is cut at its words: what stands before is the head, what stands behind
    up to its last control token the end of turn, and the rest the trailer. The last answer has a frame of its own.
