@@ -1,11 +1,12 @@
 """What a rank costs the server and itself, from 8 ranks to 1,024, and the controller mode beside it.
 
-    python benchmarks/many_ranks.py [--ranks 8 64 256 1024] [--seconds 15]
+    python benchmarks/many_ranks.py [--ranks 8 64 256 1024] [--peers 1 8] [--seconds 15]
 
 Stand-in ranks are threads of this process: each attaches by itself, two steps ahead, opens its shard of every step, waits for
-the others as a gradient sync would, and commits. A step has two rows a rank, of GSM8K's lengths. In controller mode one client fetches
-for all ranks, and opens every shard here. Processor time is of whole processes, all their threads, from the third step on, by rank and step;
-`clients` is this process, in which a rank's own part is.
+the others as a gradient sync would, and commits. With `--peers` each data-parallel rank is so many processes of a mesh
+(tensor-parallel ones), each a thread with a client of its own. A step has two rows a rank, of GSM8K's lengths. In controller mode one client fetches
+for all ranks, and opens every shard here. Processor time is of whole processes, all their threads, from the third step on, by client and step;
+`clients` is this process, in which a rank's own part is. `server MB` is what the server holds at the end.
 """
 
 from __future__ import annotations
@@ -46,40 +47,42 @@ class Laps:
             self._last = self._now()
             self.done = self._last["wall"] - self._first["wall"] > self._seconds
 
-    def figures(self, ranks: int) -> dict[str, Any]:
-        """Since the warm steps, in milliseconds by rank and step."""
+    def figures(self, clients: int) -> dict[str, Any]:
+        """Since the warm steps, in milliseconds by client and step."""
         steps = self.step - WARM_STEPS
         passed = {name: (self._last[name] - value) / steps for name, value in self._first.items()}
-        each = {f"{name} ms": round(1e3 * passed[name] / ranks, 3) for name in self._pids}
-        return {"ranks": ranks, **each, "steps/s": round(1 / passed["wall"], 2), "steps": steps}
+        each = {f"{name} ms": round(1e3 * passed[name] / clients, 3) for name in self._pids}
+        return {"clients": clients, **each, "steps/s": round(1 / passed["wall"], 2), "steps": steps}
 
     def _now(self) -> dict[str, float]:
         return {"wall": time.perf_counter(), **{name: cpu_s(pid) for name, pid in self._pids.items()}}
 
 
-def rank_mode(ranks: int, laps: Laps) -> None:
-    """Every rank by itself."""
+def rank_mode(ranks: int, laps: Laps, peers: int = 1) -> None:
+    """Every process of a mesh by itself."""
     import raysvc
 
+    mesh = raysvc.Mesh(dp=ranks, tp=peers)
     clients: dict[int, Any] = {}
-    seat = iter(range(ranks))
+    seats = iter(range(mesh.size))
 
     def attach() -> None:
-        for rank in seat:
-            clients[rank] = raysvc.attach(NAME, dp_size=ranks, rank=rank, group="g")
+        for seat in seats:
+            coords = {"dp": seat // peers, "tp": seat % peers}
+            clients[seat] = raysvc.attach(NAME, mesh=mesh, coords=coords, group="g")
 
     together([attach] * 8)
-    barrier = threading.Barrier(ranks, action=laps)
+    barrier = threading.Barrier(mesh.size, action=laps)
 
-    def train(rank: int) -> None:
-        for step in clients[rank].steps():
+    def train(client: Any) -> None:
+        for step in client.steps():
             assert step.shards[0].arrays["input_ids"].shape[0] == ROWS
             barrier.wait()
-            clients[rank].commit(step.index)
+            client.commit(step.index)
             if laps.done:
                 return
 
-    together([lambda rank=rank: train(rank) for rank in range(ranks)])
+    together([lambda client=client: train(client) for client in clients.values()])
     together([client.detach for client in clients.values()])
 
 
@@ -124,6 +127,14 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def held_mb(pid: int) -> int:
+    """Memory that a process holds by itself."""
+    line = next(
+        one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("RssAnon")
+    )
+    return int(line.split()[1]) >> 10
+
+
 def raylet_pid() -> int:
     """Of the raylet that this process started."""
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
@@ -137,8 +148,12 @@ def raylet_pid() -> int:
     raise RuntimeError("no raylet of this process")
 
 
-def measured(folder: Path, mode: Callable[[int, Laps], None], ranks: int, options: Any) -> dict[str, Any]:
-    """A server of its own for one mode and number of ranks."""
+def measured(folder: Path, ranks: int, peers: int, options: Any) -> dict[str, Any]:
+    """A server of its own for a number of ranks.
+
+    Args:
+        peers: of each rank; 0: controller mode.
+    """
     import ray
 
     from raysvc.actors.launch import start_server, stop_server
@@ -152,26 +167,32 @@ def measured(folder: Path, mode: Callable[[int, Laps], None], ranks: int, option
     )
     pid = ray.get(start_server(spec, detached=True).stats.remote())["pid"]
     laps = Laps({"server": pid, "clients": os.getpid(), "raylet": raylet_pid()}, options.seconds)
-    mode(ranks, laps)
+    if peers:
+        rank_mode(ranks, laps, peers)
+    else:
+        controller_mode(ranks, laps)
+    held = held_mb(pid)
     stop_server(NAME)
-    return {"mode": mode.__name__.split("_")[0], **laps.figures(ranks)}
+    mode = f"{peers} a rank" if peers else "controller"
+    return {"mode": mode, "ranks": ranks, **laps.figures(ranks * max(peers, 1)), "server MB": held}
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument("--peers", type=int, nargs="+", default=[1], help="processes of a rank")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--no-controller", action="store_true")
     options = parser.parse_args()
-    modes = [rank_mode] if options.no_controller else [rank_mode, controller_mode]
+    modes = options.peers if options.no_controller else [*options.peers, 0]
     sys.setswitchinterval(SWITCH_S)
     quiet_ray()
     table = []
     for ranks in options.ranks:
-        for mode in modes:
+        for peers in modes:
             with tempfile.TemporaryDirectory() as folder:
-                table.append(measured(Path(folder), mode, ranks, options))
+                table.append(measured(Path(folder), ranks, peers, options))
             print(table[-1], file=sys.stderr, flush=True)
     show("Ranks of one server", table)
 
