@@ -323,13 +323,20 @@ def special_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
     return folder
 
 
+def stamp(folder: str) -> tuple[int, int]:
+    """What tells a folder from one of the same path before: pytest removes that of a test that passed."""
+    there = Path(folder).stat()
+    return there.st_ino, there.st_mtime_ns
+
+
 @pytest.fixture(scope="session")
 def loaded() -> Callable[[str], Any]:
     """Folder -> its `LoadedTokenizer`; made once, so nothing of it may be changed."""
     from raysvc.chat.tokens.tokenizer import LoadedTokenizer
     from raysvc.job.config import TokenizerConfig
 
-    return lru_cache(maxsize=None)(lambda folder: LoadedTokenizer(TokenizerConfig(name=folder)))
+    made = lru_cache(maxsize=None)(lambda folder, _: LoadedTokenizer(TokenizerConfig(name=folder)))
+    return lambda folder: made(folder, stamp(folder))
 
 
 @pytest.fixture(scope="session")

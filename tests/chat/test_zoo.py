@@ -17,6 +17,7 @@ from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig
 
+from .conftest import stamp
 from .zoo import (
     FIRST_TIER,
     ROWS,
@@ -67,9 +68,13 @@ def row_of_table(template: Template, tokenizers: dict[str, Any]) -> tuple[str, l
     return "| " + " | ".join(cells) + " |", wrong
 
 
-@lru_cache(maxsize=1)
 def hugging_face(folder: str) -> Any:
     """The tokenizer as Hugging Face loads it."""
+    return _hugging_face(folder, stamp(folder))
+
+
+@lru_cache(maxsize=1)
+def _hugging_face(folder: str, _: tuple[int, int]) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
