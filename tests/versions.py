@@ -106,7 +106,7 @@ def tried(name: str) -> Row:
     core = [python, "-m", "pytest", *options, *CORE]
     began = time.monotonic()
     ran = subprocess.run(core, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    print(ran.stdout[-3000:])
+    print(ran.stdout[-9000:])
     return Row(
         name,
         packages(python),
