@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from raysvc.builds.build_plan import no_row
 from raysvc.chat.row_counts import RowCounts, warnings_of
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
-from raysvc.errors import SourceError
+from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
 from raysvc.media.kinds import WORDS, Kind
@@ -213,6 +214,29 @@ trainer:
   checkpoint_every_steps: 50
 # evals: {{held: {{share: 0.05}}}}   # held out by prompt, never trained; trainer.keep_best and stop_after act on it
 """
+
+
+def script_text(trainer: str, job: Path, tokenizer: str, found: Look) -> str:
+    """The script that trains a job in another trainer.
+
+    Raises:
+        ConfigError: it trains rows of text alone.
+    """
+    if found.media or found.format in OBJECTIVES:
+        what = f"writes a script for rows of text, and these are {found.format}{' with media' * bool(found.media)}"
+        remedy = "leave it out, and see docs/integrations.md and examples/ for such rows"
+        raise ConfigError("--trainer", what, remedy)
+    values = {
+        "JOB": str(job),
+        "TOKENIZER": tokenizer,
+        "MODEL": found.model,
+        "LEARNING_RATE": 3e-3 if found.is_tiny else 1e-5,
+    }
+    text = files("raysvc.cli.trainers").joinpath(f"train_{trainer}.py").read_text()
+    lines = text.splitlines(keepends=True)
+    return "".join(
+        f"{name} = {values[name]!r}\n" if (name := line.split(" = ")[0]) in values else line for line in lines
+    )
 
 
 def _batch_size(num_rows: int) -> int:

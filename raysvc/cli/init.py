@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,19 @@ import typer
 
 from raysvc.cli.common import AsJson, edge, emit
 
+
+class Host(StrEnum):
+    """Trainers that a script is written for."""
+
+    trl = "trl"
+    transformers = "transformers"
+    torch = "torch"
+
+
 Data = Annotated[str, typer.Argument(help="A file, a glob or a folder of rows; or dataset_info.json:NAME.")]
 Tokenizer = Annotated[str, typer.Option(help="Tokenizer folder or hub name.")]
 Out = Annotated[Path, typer.Option(help="Job file to write.", metavar="JOB.YAML")]
-
-
+Trainer = Annotated[Host | None, typer.Option(help="Write a script too, which trains the job there.")]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -32,6 +41,7 @@ def init(
     tokenizer: Tokenizer,
     settings: Settings = None,
     out: Out = Path("job.yaml"),
+    trainer: Trainer = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a commented job.yaml for a file of rows.
@@ -41,16 +51,20 @@ def init(
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
 
+    Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B --trainer trl
+
     Example: raysvc init rows.jsonl --tokenizer TOKENIZER source.columns.question=q source.columns.answer=a
     """
     from raysvc.cli.dataset_info import source_of
-    from raysvc.cli.first_job import job_text, look
+    from raysvc.cli.first_job import job_text, look, script_text
     from raysvc.errors import ConfigError
     from raysvc.job.job_file import load_job
     from raysvc.job.job_schema import FILE, schema_text
 
-    if out.exists():
-        raise ConfigError(str(out), "exists already", "name another file with --out")
+    script = None if trainer is None else out.with_name(f"train_{trainer}.py")
+    for path in (out, script):
+        if path is not None and path.exists():
+            raise ConfigError(str(path), "exists already", "name another file with --out")
     source = source_of(data)
     for setting in settings or ():
         if not setting.startswith(NAMES):
@@ -61,15 +75,19 @@ def init(
         given = {"source": source.model_dump(exclude_unset=True), "tokenizer": tokenizer}
         source = load_job(given, settings).source
     found = look(source, tokenizer)
+    text = script_text(trainer, out, tokenizer, found) if trainer is not None else ""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())
     out.write_text(job_text(source, tokenizer, found))
+    if script is not None:
+        script.write_text(text)
     if as_json:
-        emit({"job": str(out), **asdict(found)})
+        emit({"job": str(out), **({"script": str(script)} if script else {}), **asdict(found)})
         return
     print(*found.lines(), sep="\n", file=sys.stderr)
     if found.unusable:
         print(f"warning: {found.unusable}", file=sys.stderr)
         print(f"job: {out}")
     else:
-        print(f"job: {out} (next: raysvc show {out} --row 0, then raysvc train {out})")
+        command = f"python {script}" if script else f"raysvc train {out}"
+        print(f"job: {out} (next: raysvc show {out} --row 0, then {command})")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Host
 
     from raysvc.client.rank_client import RankClient, RankMicro
+    from raysvc.loader import Loader
 else:
     _Host = object
 
@@ -72,7 +73,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         row_losses: report the loss of each row with its step, for `raysvc why`; the model has to return logits.
     """
 
-    client: RankClient
+    client: RankClient | Loader
     columns: Sequence[str] = ()
     row_losses: bool = False
     _untold: list[
@@ -180,7 +181,7 @@ class MiniBatches:
 
     def __init__(
         self,
-        client: RankClient,
+        client: RankClient | Loader,
         batch_of: Callable[[RankMicro], Inputs],
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -233,7 +234,8 @@ class MiniBatches:
 class CommittingLoader(Protocol):
     """A loader that is told what is in the weights."""
 
-    client: RankClient
+    @property
+    def client(self) -> RankClient | Loader: ...
 
     @property
     def optimizer_steps(self) -> int: ...

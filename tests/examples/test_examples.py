@@ -17,48 +17,6 @@ pytestmark = [
 Example = Callable[..., dict[str, Any]]
 
 
-def test_a_plain_loop_trains_every_row_once_and_its_loss_falls(example: Example, tmp_path: Path) -> None:
-    facts = example("plain_torch", str(tmp_path))
-    assert facts["optimizer_steps"] == 16
-    assert facts["rows"] == 2 * 128
-    assert facts["last"] < 0.7 * facts["first"]
-
-
-def test_a_trainer_resumed_in_the_middle_of_a_step_has_the_losses_of_one_that_was_not(
-    example: Example, tmp_path: Path
-) -> None:
-    pytest.importorskip("accelerate")
-    facts = example("hf_trainer", str(tmp_path))
-    assert len(facts["whole"]) == 8
-    assert facts["resumed"] == facts["whole"]
-    assert facts["left"] == 0, "all steps are committed"
-
-
-def test_trl_trains_on_our_targets_alone(example: Example, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    import torch
-
-    import raysvc
-    from raysvc.integrations.trl import labelled
-
-    facts = example("trl_sft", str(tmp_path))
-    assert facts["last"] < facts["first"]
-    entry, rows = raysvc.open_cache(facts["uri"]), labelled(facts["uri"])
-    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
-    trained = 0
-    for first in range(0, facts["rows"], 8):
-        batch = collate([rows[first + number] for number in range(8)])
-        for number in range(8):
-            row = entry.row(first + number)
-            expected = [place for place, one in enumerate(row["loss_mask"]) if one and place]
-            assert torch.nonzero(batch["labels"][number] != -100).flatten().tolist() == expected
-            assert batch["labels"][number][expected].tolist() == [row["input_ids"][at] for at in expected]
-            trained += len(expected)
-        if not first:
-            assert_loss_is_of_targets_alone(trl, batch, tmp_path)
-    assert trained == sum(sum(entry.row(number)["loss_mask"][1:]) for number in range(facts["rows"]))
-
-
 @pytest.mark.slow
 def test_trl_trains_pairs_of_a_server_and_goes_on_in_the_middle_of_a_step(
     example: Example, tmp_path: Path
@@ -84,29 +42,6 @@ def test_a_policy_of_trl_learns_and_goes_on_in_the_middle_of_a_generation_batch(
     assert facts["resumed"] == facts["whole"]
     assert facts["whole"]["reward"][-1] > facts["whole"]["reward"][0] + 0.15, "it learns"
     assert facts["left"] == 0, "all steps are committed"
-
-
-def assert_loss_is_of_targets_alone(trl: Any, batch: dict[str, Any], folder: Path) -> None:
-    """What `SFTTrainer` computes is the mean of -log p over the targets."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **size)).eval()
-    args = trl.SFTConfig(
-        str(folder / "loss"), use_cpu=True, bf16=False, report_to="none",
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
-    rows = Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]})
-    tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
-    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
-    labels = batch["labels"][:, 1:]
-    logprobs = (
-        model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
-    )
-    at_labels = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    expected = -at_labels[labels != -100].mean()
-    assert trainer.compute_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.slow
