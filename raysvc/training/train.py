@@ -28,9 +28,10 @@ from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.training.model_entries import check_entries, may_lack_entries
 from raysvc.training.model_name import check_layout, check_model
-from raysvc.training.run_folder import RunFolder, is_over
+from raysvc.training.run_folder import RunFolder, is_over, steps_of
 
 log = logging.getLogger(__name__)
+LEAST_CPUS = 2  # so that the two ranks of the demo run on any machine
 
 
 def _never() -> bool:
@@ -58,7 +59,7 @@ def train(
     begin = time.perf_counter()
     job = load_job(config, **overrides)
     check_installed(job.trainer.report_to)
-    _check_collators(job, address)
+    _check_cpus(job, address)
     _check_columns(job)
     if job.is_endless and job.trainer.max_steps is None:
         what = "a source that is followed has no end, so the run would have none"
@@ -96,9 +97,14 @@ def _step_back(folder: RunFolder, error: CheckpointDamaged) -> None:
     """Put a damaged checkpoint away, if there is an earlier one: the run then trains the steps between once more, with the same rows.
 
     Raises:
-        CheckpointDamaged: there is none, and a run that begins again from its first step is the user's decision.
+        CheckpointDamaged: there is none, and a run that begins again from its first step is the user's decision; or it is not the
+            newest, but the best, and no other one is.
     """
     damaged = Path(error.where).parent
+    there = folder.complete()
+    if there and damaged != there[-1]:  # the best one, which the model at the end is made of
+        remedy = f"restore it, or take the newest: raysvc export {folder.path} --step {steps_of(there[-1])}"
+        raise CheckpointDamaged(error.where, error.what, remedy) from error
     earlier = folder.before(damaged)
     if earlier is None:
         raise error
@@ -117,12 +123,17 @@ def _look_at_rows(job: JobConfig, address: str | None, progress: Progress) -> No
         check_entries(job, entry)
 
 
-def _check_collators(job: JobConfig, address: str | None) -> None:
+def _check_cpus(job: JobConfig, address: str | None) -> None:
     """A Ray of this process has as many CPUs as a job asks for, and no autoscaler: nothing else bounds them."""
     count, cpus = job.server.collators, os.cpu_count() or 1
     if count > cpus and starts_own(address):
         what = f"{count} processes of one CPU each, and this machine has {cpus}"
         raise ConfigError("server.collators", what, f"at most {cpus}, or a cluster: --address HOST:PORT")
+    held, ranks = cpus_held(job) - count, job.trainer.dp_size
+    if held > max(cpus, LEAST_CPUS) and starts_own(address):
+        what = f"{ranks} ranks and the server hold {held:g} CPUs, and this machine has {cpus}"
+        remedy = "give fewer, or a lower trainer.cpus_per_worker, or a cluster: --address HOST:PORT"
+        raise ConfigError("trainer.dp_size", what, remedy)
 
 
 def _check_columns(job: JobConfig) -> None:

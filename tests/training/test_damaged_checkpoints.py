@@ -237,3 +237,22 @@ def test_a_changed_digit_in_a_log_stops_the_run_that_goes_on_and_restoring_it_le
         path.write_bytes(good)
     summary = raysvc.train(config)
     assert (summary["resumed_from"], summary["steps"]) == (2, 3)
+
+
+def test_a_damaged_best_checkpoint_stays_and_is_named_with_the_command_that_takes_the_newest(
+    tmp_path: Path,
+) -> None:
+    from raysvc.errors import CheckpointDamaged
+    from raysvc.training.run_folder import RunFolder
+    from raysvc.training.train import _step_back
+
+    run = RunFolder(tmp_path)
+    for step in (2, 4, 6):
+        run.publish(run.new_checkpoint(step), {})
+    best, newest = run.complete()[1:]
+    with pytest.raises(CheckpointDamaged, match=r"take the newest: raysvc export \S+ --step 6") as caught:
+        _step_back(run, CheckpointDamaged.of(best / "weights", "is cut off"))
+    assert str(best) in str(caught.value)
+    assert [one.step for one in run.checkpoints()] == [2, 4, 6], "nothing was put away"
+    _step_back(run, CheckpointDamaged.of(newest / "weights", "is cut off"))
+    assert [one.step for one in run.checkpoints()] == [2, 4]
