@@ -9,14 +9,14 @@ Always true:
 - what is known lies in the state of every checkpoint, so a run that was killed decides as one that was not;
 - evals stop a run where HF's EarlyStoppingCallback stops it;
 - a value that is not a number is neither the best nor progress;
-- with another eval or metric in the job, nothing is known.
+- with another eval, other rows of it or another metric in the job, nothing is known.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import ConfigError
@@ -71,21 +71,36 @@ class EvalDecisions:
         progress: of `trainer.stop_after`; None without it.
         patience: of `trainer.stop_after`.
         threshold: of `trainer.stop_after`.
+        rows: eval -> key of the entry of its rows; one whose rows are held out of the job's own has none.
     """
 
     best: LowestMetric | None = None
     progress: LowestMetric | None = None
     patience: int = 0
     threshold: float = 0.0
+    rows: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trainer: TrainerConfig, state: Mapping[str, Any]) -> EvalDecisions:
-        """Returns what a job decides, from the state of a checkpoint on; an empty one is the start of a run."""
+    def of(
+        cls, trainer: TrainerConfig, state: Mapping[str, Any], rows: Mapping[str, str] | None = None
+    ) -> EvalDecisions:
+        """Returns what a job decides, from the state of a checkpoint on; an empty one is the start of a run.
+
+        Args:
+            rows: of its evals now; None: those of the state.
+        """
         known, keep, stop = state.get("evals", {}), trainer.keep_best, trainer.stop_after
-        best = None if keep is None else LowestMetric.of(keep, known.get("best"))
+        were = known.get("rows", {})
+        rows = were if rows is None else rows
+        same = {
+            name: known[name]
+            for name in ("best", "progress")
+            if name in known and rows.get(known[name]["eval"]) == were.get(known[name]["eval"])
+        }
+        best = None if keep is None else LowestMetric.of(keep, same.get("best"))
         if stop is None:
-            return cls(best)
-        return cls(best, LowestMetric.of(stop, known.get("progress")), stop.patience, stop.threshold)
+            return cls(best, rows=rows)
+        return cls(best, LowestMetric.of(stop, same.get("progress")), stop.patience, stop.threshold, rows)
 
     @property
     def stops(self) -> bool:
@@ -115,7 +130,7 @@ class EvalDecisions:
         """The part of a checkpoint's state that `of` reads; empty where nothing is decided."""
         known = {"best": self.best, "progress": self.progress}
         there = {name: asdict(one) for name, one in known.items() if one is not None}
-        return {"evals": there} if there else {}
+        return {"evals": {**there, "rows": dict(self.rows)}} if there else {}
 
     def to_summary(self) -> dict[str, Any]:
         """`best` and `stopped_early` of a run's summary; None where there is none."""

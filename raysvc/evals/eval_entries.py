@@ -33,6 +33,15 @@ def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
         return find_or_build(job_of_eval(job, name), None, silent)
 
 
+def keys_of_evals(job: JobConfig) -> dict[str, str]:
+    """Eval -> key of its entry, for those with a source of their own.
+
+    Raises:
+        UserMistake: as `raysvc.tokenize`.
+    """
+    return {name: _eval_entry(job, name).key for name, its in job.evals.items() if its.source is not None}
+
+
 def check_evals(job: JobConfig) -> None:
     """Look at the sources of all evals; nothing is tokenized.
 

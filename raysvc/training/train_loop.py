@@ -20,6 +20,7 @@ from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import FolderLost, LeaseHeld, StateMismatch, TokenizerError
 from raysvc.evals.eval_decisions import EvalDecisions
+from raysvc.evals.eval_entries import keys_of_evals
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
@@ -225,6 +226,9 @@ class _Run:
         self.progress(Tick("start", 0, None, "", final=True))
         if self.checkpoint is not None:
             group.load_checkpoint(str(self.checkpoint.folder))
+            self._forget_other_evals(self.checkpoint.state)
+        else:
+            self.decisions = EvalDecisions.of(self.job.trainer, {}, keys_of_evals(self.job))
         start = client.frontier
         stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)
         group.gather(
@@ -268,6 +272,15 @@ class _Run:
             self.reporter,
             self.decisions,
         )
+
+    def _forget_other_evals(self, state: dict[str, Any]) -> None:
+        """Forget the best model by rows that an eval does not have any more."""
+        known = self.decisions.best_steps
+        self.decisions = EvalDecisions.of(self.job.trainer, state, keys_of_evals(self.job))
+        if known is not None and self.decisions.best_steps is None:
+            log.warning(
+                "evals: the rows changed, so the best model, of %d steps, is not known any more", known
+            )
 
     def _write_served(self, start: int, books: RunLog) -> None:
         """Say how the steps from here on are made."""

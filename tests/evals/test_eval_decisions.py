@@ -94,6 +94,17 @@ def test_another_metric_is_unknown_and_more_patience_goes_on() -> None:
     assert EvalDecisions.of(trainer(), state).to_state() == {}
 
 
+def test_other_rows_of_an_eval_are_unknown_and_the_same_rows_are_not() -> None:
+    job = trainer(keep_best=HELD, stop_after={**HELD, "patience": 1})
+    rows = {"held": "a", "other": "b"}
+    state = EvalDecisions.of(job, {}, rows).after(1, [line(2.0)]).after(2, [line(3.0)]).to_state()
+    for now, best in ((None, 1), (rows, 1), ({"held": "a"}, 1), ({**rows, "held": "c"}, None), ({}, None)):
+        decisions = EvalDecisions.of(job, state, now)
+        assert (decisions.best_steps, decisions.stops) == (best, best == 1), now
+    changed = EvalDecisions.of(job, state, {"held": "c"}).after(3, [line(9.0)])
+    assert EvalDecisions.of(job, changed.to_state()).best_steps == 3, "the rows of now are known from then on"
+
+
 def test_a_metric_that_an_eval_does_not_have_is_named() -> None:
     bits = {"eval": "held", "metric": "bits_per_byte"}
     with pytest.raises(ConfigError, match=r"trainer\.keep_best: eval held has no bits_per_byte"):
