@@ -434,6 +434,7 @@ class BatchServer:
             "entry_key": self._train.entry_key,
             "num_steps": None if self._train.schedule.is_endless else self.num_steps,
             "lease_ttl_s": self.spec.lease_ttl_s,
+            "journal": self.spec.journal,
             **own,
             "readers": readers,
             "collating": self._maker.num_collating,

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from raysvc.inspect.live import Line, Snapshot
+    from raysvc.inspect.run_logs import RunLogs
 
 Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
 Web = Annotated[bool, typer.Option("--web", help="Serve a live web page on this machine instead.")]
@@ -45,7 +47,7 @@ def top(
         _serve(port)
         return
     if as_json:
-        *_, last = _looks(interval, count or 2)
+        *_, (_, last) = _looks(interval, count or 2)
         emit({"servers": [asdict(line) for line in last]})
         return
     with suppress(KeyboardInterrupt):  # how one leaves it
@@ -54,10 +56,11 @@ def top(
 
 def _serve(port: int) -> None:
     from raysvc.errors import ConfigError
-    from raysvc.inspect.web import page_server
+    from raysvc.inspect.run_logs import RunLogs
+    from raysvc.report.live_page import page_server
 
     try:
-        server, url = page_server(rows, port)
+        server, url = page_server(partial(rows, RunLogs()), port)
     except OSError as error:
         raise ConfigError("--port", f"{port}: {error.strerror}", "give another one, or 0") from None
     print(url, flush=True)
@@ -65,14 +68,15 @@ def _serve(port: int) -> None:
         server.serve_forever()
 
 
-def rows() -> dict[str, list[dict[str, str]]]:
-    """Returns what the page shows, as text."""
+def rows(logs: RunLogs) -> dict[str, Any]:
+    """Returns what the page shows: columns as text, and the charts of each run whose folder is here."""
     import ray
 
     from raysvc.inspect.live import cells_of
     from raysvc.pipelines.shared_build import builds_in_progress
+    from raysvc.report.run_charts import run_charts
 
-    (found,) = _looks(0.0, 1)
+    ((servers, found),) = _looks(0.0, 1, logs)
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     builds = [
         {
@@ -82,7 +86,12 @@ def rows() -> dict[str, list[dict[str, str]]]:
         }
         for build in builds_in_progress()
     ]
-    return {"servers": [cells_of(line) for line in found], "builds": builds}
+    charts = {}
+    for facts in servers:
+        lines = logs.of(facts)
+        if lines.steps:
+            charts[facts["name"]] = [chart.to_json() for chart in run_charts(lines.steps, lines.evals)]
+    return {"servers": [cells_of(line) for line in found], "builds": builds, "charts": charts}
 
 
 def _show(interval: float, count: int | None) -> None:
@@ -93,27 +102,34 @@ def _show(interval: float, count: int | None) -> None:
 
     console = Console()
     if not console.is_terminal:
-        for found in _looks(interval, count):
+        for _, found in _looks(interval, count):
             print("\n".join(text(line) for line in found) or "no servers", flush=True)
         return
     with Live(console=console, screen=False, auto_refresh=False) as live:
-        for found in _looks(interval, count):
+        for _, found in _looks(interval, count):
             live.update(_table(found, console.width), refresh=True)
 
 
-def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
+def _looks(
+    interval: float, count: int | None, logs: RunLogs | None = None
+) -> Iterator[tuple[list[dict[str, Any]], list[Line]]]:
+    """Looks at the servers again and again: gives their facts, and a line of each."""
     import ray
 
     from raysvc.inspect.live import Snapshot, lines
+    from raysvc.inspect.run_logs import RunLogs
     from raysvc.inspect.servers import list_servers
 
+    logs = logs or RunLogs()
     before: Snapshot | None = None
     done = 0
     while True:
         address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         servers = [{**facts, "node": address.get(facts.get("node", ""))} for facts in list_servers()]
+        for facts in servers:
+            facts["loss"] = next((line["loss"] for line in reversed(logs.of(facts).steps)), None)
         now = Snapshot(time.monotonic(), servers)
-        yield lines(now, before)
+        yield servers, lines(now, before)
         before, done = now, done + 1
         if done == count:
             return

@@ -51,6 +51,8 @@ def train(
         return
     try:
         with View() as view:
+            where = f" --address {address}" if address else ""
+            view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}; logs: {job.run_dir}")
             summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
     except WorkerFailed as error:
         again = shlex.join(["raysvc", *sys.argv[1:]])

@@ -56,6 +56,11 @@ class View:
         for tick in self._last.values():
             print(plain(tick), file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Show a line that is no progress."""
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
     def __call__(self, tick: Tick) -> None:
         if self._quiet:
             return

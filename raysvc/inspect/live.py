@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PRIORITY = (
-    "server", "state", "step", "left", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
+    "server", "state", "step", "left", "loss", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
     "stalled", "ahead MB", "version",
 )  # fmt: skip
 CELL_MARGIN = 3  # two blanks and a line
@@ -33,6 +33,7 @@ class Line:
         trainer: who holds it.
         versions: of the server and, where it is another, of its trainer.
         step, num_steps: frontier and end; rollouts have no end.
+        loss: of the newest step, where the run's folder is seen from here.
         steps_per_s, tokens_per_s: trained.
         stall: share of the time in which the trainer waited for data, 0 to 1; of ranks, the one that waited most.
         stall_s: all of its waits.
@@ -51,6 +52,7 @@ class Line:
     versions: str | None = None
     step: int | None = None
     num_steps: int | None = None
+    loss: float | None = None
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
     stall: float | None = None
@@ -107,6 +109,7 @@ def cells_of(line: Line) -> dict[str, str]:
         if line.step is None
         else "/".join(str(n) for n in (line.step, line.num_steps) if n is not None),
         "left": _left(line),
+        "loss": show(line.loss, ".4g"),
         "steps/s": show(line.steps_per_s, ".2f"),
         "tokens/s": show(line.tokens_per_s, ".0f"),
         "stall": show(line.stall, ".1%"),
@@ -171,6 +174,7 @@ def _line(facts: Mapping[str, Any], earlier: Mapping[str, Any], passed_s: float)
         versions=_versions(facts.get("version"), told.get("version")),
         step=facts["frontier"],
         num_steps=facts["num_steps"],
+        loss=facts.get("loss"),
         steps_per_s=steps_per_s,
         tokens_per_s=told.get("tokens_per_s"),
         stall=told.get("stall"),

@@ -1,10 +1,9 @@
 "use strict";
-// Draws the charts of the page with uPlot; the data lies in #charts, a figure says which one it shows.
+// Draws charts with uPlot: those of a page whose data lies in #charts, where a figure says which one it shows, and for other scripts.
 (() => {
   const style = getComputedStyle(document.documentElement);
   const [soft, line] = [style.getPropertyValue("--soft").trim(), style.getPropertyValue("--line").trim()];
   const hues = ["#2f6fde", "#d1495b", "#2a9d5c", "#b7791f", "#7b4fd0", "#0f8b8d", "#8c5a3c", "#6b7684"];
-  const data = JSON.parse(document.getElementById("charts").textContent);
   const figure = (value) =>
     value == null ? "–" : Number(value.toPrecision(6)).toLocaleString("en", { maximumSignificantDigits: 6 });
   const tick = (_, values) =>
@@ -18,9 +17,8 @@
       if (each.dots) return { ...common, paths: () => null, points: { show: true, size: 7, fill: hue } };
       return { ...common, spanGaps: true };
     });
-  const charts = (window.charts = []);
-  for (const holder of document.querySelectorAll("figure[data-chart]")) {
-    const chart = data[Number(holder.dataset.chart)];
+  window.columns = (chart) => [chart.x, ...chart.series.map((each) => each.values)];
+  window.draw = (holder, chart) => {
     const size = () => ({ width: Math.max(holder.clientWidth - 24, 200), height: 220 });
     const options = {
       ...size(),
@@ -29,7 +27,11 @@
       cursor: chart.unit === "step" ? { sync: { key: "step" } } : {},
       series: [{ label: chart.unit, value: (_, value) => figure(value) }, ...series(chart)],
     };
-    charts.push(new uPlot(options, [chart.x, ...chart.series.map((each) => each.values)], holder));
-    addEventListener("resize", () => charts[Number(holder.dataset.chart)].setSize(size()));
-  }
+    const plot = new uPlot(options, columns(chart), holder);
+    addEventListener("resize", () => plot.setSize(size()));
+    return plot;
+  };
+  const data = document.getElementById("charts");
+  const figures = data ? [...document.querySelectorAll("figure[data-chart]")] : [];
+  window.charts = figures.map((holder) => draw(holder, JSON.parse(data.textContent)[Number(holder.dataset.chart)]));
 })();

@@ -84,7 +84,7 @@ def render(facts: Facts) -> str:
 
 def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictures: bool = False) -> str:
     """A page of sections, with the charts that stand in them."""
-    scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"), _file("browse.js"))
+    scripts = (page_file("uplot/uPlot.iife.min.js"), page_file("draw.js"), page_file("browse.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     policy += "; img-src data:" if has_pictures else ""
@@ -92,7 +92,7 @@ def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictur
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}{BROWSE_STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<style>{page_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}{BROWSE_STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<noscript><p>The charts of this page need JavaScript; it fetches nothing.</p></noscript>{''.join(sections)}"
         f'<script type="application/json" id="charts">{figures.data()}</script>'
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
@@ -100,7 +100,8 @@ def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictur
 
 
 @cache
-def _file(name: str) -> str:
+def page_file(name: str) -> str:
+    """Returns a file that pages hold: a script, or a style."""
     return files("raysvc.report").joinpath(name).read_text()
 
 

@@ -66,8 +66,8 @@ def test_a_trainer_of_another_version_is_named() -> None:
 
 
 def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def looks(interval: float, count: int | None) -> Iterator[list[Line]]:
-        yield [Line("a")]
+    def looks(interval: float, count: int | None) -> Iterator[tuple[list[Any], list[Line]]]:
+        yield [], [Line("a")]
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raysvc.cli.top._looks", looks)

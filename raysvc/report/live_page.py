@@ -1,4 +1,4 @@
-"""`raysvc top --web`: a page that shows the newest look at the servers and builds of a cluster.
+"""`raysvc top --web`: a page that shows the newest look at the servers and builds of a cluster, and the charts of their runs so far.
 
 Always true:
 - it listens on this machine alone, and answers nobody who does not have the token of its address;
@@ -14,20 +14,16 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from raysvc.report.page import STYLE, page_file
+
 Look = Callable[[], dict[str, Any]]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>raysvc top</title><style>
-body{font:14px system-ui,sans-serif;margin:1.5rem;color:#222;background:#fff}
-div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.3rem .5rem;text-align:left;white-space:nowrap}
-th{border-bottom:2px solid #888}td{border-bottom:1px solid #ddd}#state{color:#666}
-@media(max-width:45rem){thead{display:none}tr{display:block;margin-bottom:1rem;border-bottom:2px solid #888}td{display:flex;justify-content:space-between;gap:1rem;white-space:normal}
-td::before{content:attr(data-name);color:#888}}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td{border-color:#444}}
-</style></head><body><h1>raysvc top</h1><p id="state">asking the cluster</p>
-<h2>Servers</h2><div><table id="servers"></table></div><h2>Builds in progress</h2><div><table id="builds"></table></div>
-<script>
+LIVE_STYLE = """
+.wide{overflow-x:auto}.wide td,.wide th{padding:4px 6px;font-size:12px;overflow-wrap:break-word}#state{color:var(--soft)}
+@media(max-width:45rem){body{padding:12px}.wide thead{display:none}.wide tr{display:block;margin-bottom:1rem;border-bottom:2px solid var(--line)}
+.wide td{display:flex;justify-content:space-between;gap:1rem}.wide td::before{content:attr(data-name);color:var(--soft)}}
+"""
+SCRIPT = """
 function fill(id, rows){
   const table = document.getElementById(id); table.replaceChildren();
   if(!rows.length){ table.insertRow().insertCell().textContent = "none"; return; }
@@ -36,6 +32,19 @@ function fill(id, rows){
   const body = table.createTBody();
   for(const row of rows){ const line = body.insertRow(); for(const name of names){ const cell = line.insertCell(); cell.textContent = row[name]; cell.dataset.name = name; } }
 }
+const sections = {}, plots = {};
+function element(kind, parent, text){ const made = document.createElement(kind); made.textContent = text; parent.append(made); return made; }
+function plot(server, chart){
+  const section = sections[server] ??= (() => {
+    const made = document.getElementById("runs"); element("h2", made, "Run of " + server);
+    const grid = element("div", made, ""); grid.className = "grid2"; return grid;
+  })();
+  const key = server + "/" + chart.title, names = chart.series.map((each) => each.name).join("/"), known = plots[key];
+  if(known?.names === names){ known.plot.setData(columns(chart)); return; }
+  const figure = known?.figure ?? element("figure", section, ""); figure.replaceChildren();
+  element("figcaption", figure, chart.title);
+  plots[key] = {names, figure, plot: draw(figure, chart)};
+}
 async function look(){
   const state = document.getElementById("state");
   try{
@@ -43,12 +52,22 @@ async function look(){
     if(!answer.ok) throw new Error("answer " + answer.status);
     const found = await answer.json();
     fill("servers", found.servers); fill("builds", found.builds);
+    for(const [server, charts] of Object.entries(found.charts)) for(const chart of charts) plot(server, chart);
     state.textContent = "as of " + new Date().toLocaleTimeString();
   }catch(error){ state.textContent = "no answer: " + error.message; }
   setTimeout(look, 2000);
 }
 look();
-</script></body></html>
+"""
+
+
+def _page() -> str:
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>raysvc top</title><style>{page_file("uplot/uPlot.min.css")}{STYLE}{LIVE_STYLE}</style></head>
+<body><h1>raysvc top</h1><p id="state">asking the cluster</p><h2>Servers</h2><div class="wide"><table id="servers"></table></div>
+<div id="runs"></div><h2>Builds in progress</h2><div class="wide"><table id="builds"></table></div>
+<script>{page_file("uplot/uPlot.iife.min.js")}</script><script>{page_file("draw.js")}</script><script>{SCRIPT}</script></body></html>
 """
 
 
@@ -56,7 +75,7 @@ def page_server(look: Look, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
     """A server that does not run yet, and the address of its page.
 
     Args:
-        look: rows of "servers" and of "builds", each column -> text.
+        look: rows of "servers" and of "builds", each column -> text; "charts": server -> charts of its run.
         port: 0: a free one.
 
     Raises:
@@ -71,7 +90,7 @@ def page_server(look: Look, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
                 self.send_error(404)
                 return
             if not rest:
-                self._send(PAGE, "text/html; charset=utf-8")
+                self._send(_page(), "text/html; charset=utf-8")
                 return
             try:
                 found = look()
