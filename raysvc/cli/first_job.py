@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
-from raysvc.chat.row_counts import RowCounts, warnings_of
+from raysvc.chat.row_counts import RowCounts, warnings_of, what_to_fix
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.errors import ConfigError, SourceError
@@ -91,11 +91,8 @@ class Look:
         if count <= JobConfig.model_fields["max_quarantine"].default * counts.rows_in:
             return ""
         reason = max(counts.quarantined, key=lambda one: counts.quarantined[one])
-        remedy = "fix these rows"
-        if "template" in reason:
-            remedy = "name a tokenizer whose chat template takes them, or give tokenizer.chat_template"
         told = f"{count} of the first {counts.rows_in} rows cannot be used ({reason}), so every command would end"
-        return f"{told}; {remedy}, or raise max_quarantine to train the rest"
+        return f"{told}; {_remedy(counts)}, or raise max_quarantine to train the rest"
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -120,6 +117,13 @@ class Look:
             for why, rows in {**row_counts.dropped, **row_counts.quarantined}.items()
         ]
         return out
+
+
+def _remedy(counts: RowCounts) -> str:
+    """Says what takes the rows that were left out: other rows, or another template."""
+    if counts.quarantined and "template" in what_to_fix(counts.quarantined):
+        return "name a tokenizer whose chat template takes them, or give tokenizer.chat_template"
+    return "fix these rows"
 
 
 def look(given: SourceConfig, tokenizer: str) -> Look:
@@ -157,7 +161,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         raise SourceError(
             path,
             f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",
-            "look at these rows",
+            _remedy(sample.row_counts),
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()
     num_rows = sum(part.num_rows for part in source.slices)

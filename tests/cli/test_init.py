@@ -222,6 +222,15 @@ def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next
     assert "next:" not in said
 
 
+def test_a_template_that_takes_no_row_is_named_as_the_cause(tmp_path: Path, sample: dict[str, str]) -> None:
+    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
+    refused = run(sample["rows"], "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml"))
+    assert refused.exit_code == 2
+    assert "the template refused the conversation: never" in refused.stderr
+    assert "name a tokenizer whose chat template takes them" in refused.stderr
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_job_that_is_written_learns_within_twenty_steps(
