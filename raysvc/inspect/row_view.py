@@ -78,6 +78,7 @@ class RowPicture:
         group: number of its group in the mini-batch; None for a row of an entry, -1 for a dummy.
         first, last: positions of its first and last token.
         columns: what else goes with it: values per row as they are, of others their type and shape.
+        trained_special: texts of its special tokens that have loss.
     """
 
     row_id: int
@@ -89,6 +90,7 @@ class RowPicture:
     first: int = 0
     last: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
+    trained_special: tuple[str, ...] = ()
 
     @property
     def is_dummy(self) -> bool:
@@ -109,8 +111,14 @@ def stretches(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any = None
 def row_picture(row_id: int, ids: Sequence[int], mask: Sequence[int], tokenizer: Any = None) -> RowPicture:
     """A row of an entry."""
     trained = [bool(hit) for hit in mask]
+    with_loss = _special_ids(tokenizer) & {token for token, hit in zip(ids, trained, strict=True) if hit}
     return RowPicture(
-        row_id, len(ids), sum(trained), stretches(ids, trained, tokenizer), last=max(len(ids) - 1, 0)
+        row_id,
+        len(ids),
+        sum(trained),
+        stretches(ids, trained, tokenizer),
+        last=max(len(ids) - 1, 0),
+        trained_special=tuple(_text([token], tokenizer) for token in sorted(with_loss)),
     )
 
 

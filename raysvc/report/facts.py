@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_trained(entry, sample),
-        rows=_browsed(entry, rows[_spread(len(rows), BROWSED_ROWS)]),
+        rows=_browsed(entry, rows[_spread(len(rows), BROWSED_ROWS)], _losses(job, len(steps))),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -120,15 +121,31 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
     return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
 
 
+def _feedback(job: JobConfig) -> FeedbackLog:
+    return FeedbackLog(f"{absolute(job.run_dir)}/server/feedback", job.cache.storage_options)
+
+
+def _losses(job: JobConfig, steps: int) -> dict[int, float]:
+    """Row -> the loss that a run reported of it last."""
+    log = _feedback(job)
+    found = log.outcomes(0, steps, log.decisions())
+    losses = found.columns.get("loss", ())
+    return {
+        row: loss
+        for row, loss in zip(found.row_ids.tolist(), map(float, losses), strict=False)
+        if isfinite(loss)
+    }
+
+
 def _decisions(job: JobConfig) -> list[dict[str, Any]]:
     """Lists from which step on there are other weights, and rows that are left out."""
-    known = FeedbackLog(f"{absolute(job.run_dir)}/server/feedback", job.cache.storage_options).decisions()
+    known = _feedback(job).decisions()
     return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
 
 
-def _browsed(entry: CacheEntry, rows: npt.NDArray[np.int64]) -> list[BrowsedRow]:
+def _browsed(entry: CacheEntry, rows: npt.NDArray[np.int64], losses: Mapping[int, float]) -> list[BrowsedRow]:
     sources = entry.sources_of(rows) if entry.sources else ["rows"] * len(rows)
-    return browsed_rows(entry.rows.read(rows), sources, entry.tokenizer)
+    return browsed_rows(entry.rows.read(rows), sources, entry.tokenizer, losses)
 
 
 def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:

@@ -75,7 +75,7 @@ def render(facts: Facts) -> str:
         _decisions(facts.decisions) if facts.decisions else "",
         _lengths(facts, figures),
         _row_counts(facts),
-        browse(facts.rows, facts.row_counts["rows_written"]) if facts.rows else "",
+        browse(facts.rows, facts.row_counts["rows_written"], facts.set_aside) if facts.rows else "",
         pictures,
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
     ]
@@ -129,11 +129,10 @@ def _row_counts(facts: Facts) -> str:
         rows["trained turns without an end"] = endless
     notes = "".join(f"<p>Note: {escape(warning)}.</p>" for warning in warnings_of(row_counts))
     tokens = {name: row_counts[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
-    aside = records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
         "<h2>Row counts</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
         f"</p><div class='grid2'><div class='card'>{table(rows)}</div><div class='card'>{table(tokens)}</div></div>"
-        f"{notes}{aside}"
+        f"{notes}"
     )
 
 

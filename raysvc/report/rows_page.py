@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from raysvc.inspect.row_media import ShownMedium
-from raysvc.inspect.row_view import Kind, RowPicture
+from raysvc.inspect.row_view import RowPicture
+from raysvc.report.browse import run_html
 from raysvc.report.page import STYLE
 from raysvc.report.pictures import picture_figure
 
-TAGS: Mapping[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
 MORE_STYLE = ".row{max-height:none}.row i{font-style:normal;color:var(--hue)}.card{margin-bottom:12px}.card p{margin:0 0 6px}"
 MORE_STYLE += "figure{margin:6px 0;font-size:12px;overflow-wrap:anywhere}figure img{display:block}"
 
@@ -37,5 +37,5 @@ def render_rows(
 
 def row_html(row: RowPicture) -> str:
     """The text of a row."""
-    parts = (f"<{TAGS[kind]}>{escape(text)}</{TAGS[kind]}>" for text, kind in row.stretches)
+    parts = (run_html(run, row.trained_special) for run in row.stretches)
     return f"<div class='row'>{''.join(parts)}</div>"

@@ -10,19 +10,22 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
-from raysvc.inspect.row_view import RowPicture, TextRun
+from raysvc.inspect.row_view import RowPicture, TextRun, row_picture
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
 from raysvc.report.browse import END_CHARACTERS, BrowsedRow, browse
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
 from raysvc.report.facts import Facts, worst_stalls
 from raysvc.report.page import render
+from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,7 +50,7 @@ STEPS = [
 
 def shown(text: str, tokens: int, source: str = "chat") -> BrowsedRow:
     runs = TextRun("<|user|>", "special"), TextRun(text, "context"), TextRun(f"answer {text}", "trained")
-    return BrowsedRow(RowPicture(tokens, tokens, 3, runs), source)
+    return BrowsedRow(RowPicture(tokens, tokens, 3, runs), source, {4: 1.5, 70: 2.5}.get(tokens))
 
 
 def facts(text: str = "hello", *, steps: bool = True) -> Facts:
@@ -61,7 +64,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         trained={"chat": [0.5] * 15, text: [0.25] * 5},
         rows=[shown(text, 9), shown("short", 4, "math"), shown("long", 70)],
         row_counts={**row_counts, **tokens},
-        set_aside=[{"source_row": 7, "reason": text, "detail": ""}],
+        set_aside=[{"source_row": 7, "reason": text, "detail": "too odd"}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
         dp_size=2,
         steps=STEPS if steps else [],
@@ -117,13 +120,34 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
 def test_rows_stand_in_the_page_with_what_they_are_sorted_by() -> None:
     page = browse([shown("<b>one", 9), shown("two", 4, "m'ath")], 50)
     assert "2 of 50 rows, evenly spread" in page
-    assert "<details data-tokens='9' data-share='0.3333' data-source='chat'>" in page
+    assert "<details data-tokens='9' data-share='0.3333' data-source='chat' data-loss=''>" in page
     assert "data-source='m&#x27;ath'" in page
     assert "<i>&lt;|user|&gt;</i><span>&lt;b&gt;one</span><b>answer &lt;b&gt;one</b>" in page
     assert "<q>&lt;b&gt;oneanswer &lt;b&gt;one</q>" in page, (
         "what is seen of a closed row has no special tokens"
     )
     assert "All rows." in browse([shown("one", 9)], 1)
+
+
+def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
+    texts = {7: "<end>", 8: "<|", 9: "a<b"}
+    tokenizer = SimpleNamespace(
+        added_tokens_decoder={7: AddedToken("<end>", special=True), 8: AddedToken("<|", special=True)},
+        decode=lambda ids: "".join(texts[one] for one in ids),
+    )
+    row = row_picture(1, [8, 9, 9, 7, 7, 9], [0, 0, 1, 1, 0, 0], tokenizer)
+    page = browse([BrowsedRow(row, "rows")], 1)
+    assert "<i>&lt;|</i><span>a&lt;b</span><b>a&lt;b<i>&lt;end&gt;</i></b><i>&lt;end&gt;</i>" in page
+    assert "<b>a&lt;b<i>&lt;end&gt;</i></b>" in render_rows("rows", [], [("row", row)])
+
+
+def test_quarantined_rows_stand_with_their_reasons_and_trained_ones_with_their_loss() -> None:
+    aside = [{"source_row": 3, "reason": "<odd>", "detail": "why", "dataset": "m<"}]
+    page = browse([shown("two", 4)], 50, aside)
+    assert "data-loss='1.5000'" in page
+    assert "<span>loss 1.500</span>" in page
+    assert "data-why='&lt;odd&gt;' hidden><summary><span>source row 3</span>" in page
+    assert "<q>&lt;odd&gt;</q></summary><div class='row'>why</div>" in page
 
 
 @pytest.mark.parametrize("middle", [0, 1, 12_345])
@@ -144,6 +168,8 @@ LOOK = """<script>addEventListener("load", () => {
   set("find", "SHORT"); said.push(seen());
   set("find", ""); set("source", "chat"); set("order", "most trained"); said.push(seen());
   said.push(document.getElementById("count").textContent);
+  set("source", ""); set("order", "highest loss"); said.push(seen());
+  set("state", "hello"); said.push(document.querySelector("#rows details:not([hidden])").textContent);
   document.body.insertAdjacentHTML("beforeend", `<p id="seen">${said.join("; ")}</p>`);
 });</script></body>"""
 
@@ -154,7 +180,7 @@ def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
     page.write_text(text.replace("</body>", LOOK))
     dom, said = browse_page(page, tmp_path, 1280)
-    assert 'id="seen">9,4,70; 70,9,4; 4; 9,70; 2 of 3<' in dom
+    assert 'id="seen">9,4,70; 70,9,4; 4; 9,70; 2 of 3; 70,4,9; source row 7quarantinedhellotoo odd<' in dom
     assert "CONSOLE" not in said
 
 
