@@ -24,7 +24,7 @@ class KnownKey(NamedTuple):
 
 
 _LORA = KnownKey(
-    "", "the built-in trainer trains all weights; TRL with PEFT trains an entry, see docs/integrations.md"
+    "", "the built-in trainer trains all weights; TRL with PEFT trains an entry: raysvc init --trainer trl"
 )
 _ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step over all ranks, however they are split")
 _CUT = KnownKey("plan.micro_batch_tokens", "batch_size rows are cut into micro-batches of so many tokens")
@@ -74,7 +74,7 @@ KNOWN_KEYS: dict[str, KnownKey] = {
         "trainer.strategy", "fsdp; your own loop may use DeepSpeed, see docs/integrations.md"
     ),
     "gradient_checkpointing": KnownKey(
-        "", "the built-in trainer has none; HF Trainer and TRL have, see docs/integrations.md"
+        "", "the built-in trainer has none; HF Trainer and TRL have: raysvc init --trainer trl"
     ),
     "num_processes": KnownKey("trainer.dp_size"),
     "nproc_per_node": KnownKey("trainer.dp_size"),
