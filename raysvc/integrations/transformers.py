@@ -13,7 +13,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from transformers import TrainerCallback
@@ -76,9 +76,8 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
     client: RankClient | Loader
     columns: Sequence[str] = ()
     row_losses: bool = False
-    _untold: list[
-        tuple[Any, Any, Any]
-    ]  # row ids, losses and targets of the rows of micro-batches since the last commit
+    # row ids, losses and targets of the rows of micro-batches since the last commit
+    _untold: list[tuple[Any, Any, Any]]
     _inputs_of: Mapping[str, Callable[[Mapping[str, Any]], Inputs]] = {}  # of each layout that came
 
     def get_train_dataloader(self) -> MiniBatches:
@@ -139,7 +138,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         """Report the rows of a step that is trained."""
         if self._untold:
             rows, sums, targets = (np.concatenate(each) for each in zip(*self._untold, strict=True))
-            self.client.report_rows(step, rows, loss=sums, targets=targets)
+            cast("RankClient", self.client).report_rows(step, rows, loss=sums, targets=targets)
         self._untold = []
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
@@ -158,6 +157,10 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
     def _refuse(self) -> None:
         args = self.args
         refuse_decided(args, {**DECIDED, **BY_PLAN})
+        if self.row_losses and not hasattr(self.client, "report_rows"):
+            raise ConfigError(
+                "row_losses", "are kept by a server, and a loader has none", "attach, or leave it out"
+            )
         if args.gradient_accumulation_steps != 1:
             what = f"is {args.gradient_accumulation_steps}, and a mini-batch is one optimizer step already"
             raise ConfigError("gradient_accumulation_steps", what, "use 1, and plan.mini_batch_size")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysvc.errors import ConfigError
+
 from .stream_client import arguments, client_of, tiny_lm
 
 pytest.importorskip("accelerate")
@@ -55,3 +57,14 @@ def test_each_row_of_a_step_is_reported_with_what_it_costs_alone(
                 alone = float(model(ids, labels=labels).loss) * int((labels != -100).sum())
             assert targets == int((labels != -100).sum())
             np.testing.assert_allclose(loss, alone, rtol=2e-4)
+
+
+def test_a_loader_keeps_no_losses_of_rows(tmp_path: Path, sample: dict[str, str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from raysvc.integrations.transformers import FromServer
+
+    loader = client_of(tmp_path, sample, batch_size=16, layout="padded_right", micro_batch_size=4)
+    kind: Any = type("Mine", (FromServer, transformers.Trainer), {"client": loader, "row_losses": True})
+    trainer = kind(model=tiny_lm(), args=transformers.TrainingArguments(**arguments(tmp_path / "out")))
+    with pytest.raises(ConfigError, match="row_losses: are kept by a server, and a loader has none"):
+        trainer.train()
