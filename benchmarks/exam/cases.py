@@ -9,9 +9,13 @@ The oracle is the list of rows, and what the same contestant gives when nobody d
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +41,12 @@ class Played:
 class Table:
     """Where a contestant is played: its Python, its adapter, and a folder."""
 
-    def __init__(self, python: str, adapter: str, folder: Path, limit_s: float = 120.0) -> None:
+    def __init__(self, python: str, adapter: str, folder: Path, limit_s: float = 600.0) -> None:
         self.python, self.adapter, self.folder, self.limit_s = python, adapter, folder, limit_s
         folder.mkdir(parents=True)
         self.rows = self.write_rows("rows", range(ROWS))
-        self._number = 0
+        self._number, self._counting = 0, threading.Lock()
+        self._undisturbed: dict[tuple[Any, ...], list[Played]] = {}
 
     def write_rows(self, name: str, rows: Sequence[int]) -> Path:
         path = self.folder / f"{name}.jsonl"
@@ -55,11 +60,13 @@ class Table:
         save_after: int | None = None,
         die_after: int | None = None,
         rows: Path | None = None,
+        port: int = 0,
         **options: Any,
     ) -> tuple[Played, Path]:
         """Play it, from a state if one is given; returns what it left and where its state is."""
-        self._number += 1
-        base = self.folder / f"{self._number:03d}"
+        with self._counting:
+            self._number += 1
+            base = self.folder / f"{self._number:03d}"
         state, log = base.with_suffix(".state"), base.with_suffix(".log")
         known = {
             "rank": 0, "world_size": 1, "batch_size": BATCH, "epochs": 2, "seed": 7, "workers": 0, "shuffle": True, **options,
@@ -74,10 +81,35 @@ class Table:
                 subprocess.run(
                     [self.python, str(script), self.adapter, str(path)],
                     stdout=err, stderr=err, timeout=self.limit_s, check=False, cwd=self.folder,
+                    env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return Played(error=f"no end in {self.limit_s:.0f} s"), state
         return _read(log), state
+
+    def undisturbed(self, world_size: int = 1, **options: Any) -> list[Played]:
+        """What each rank gives when nobody disturbs it; played once."""
+        asked = (world_size, *sorted(options.items()))
+        if asked not in self._undisturbed:
+            self._undisturbed[asked] = [played for played, _ in self.play_ranks(world_size, **options)]
+        return self._undisturbed[asked]
+
+    def play_ranks(
+        self, world_size: int, loads: Sequence[Path | None] = (), **options: Any
+    ) -> list[tuple[Played, Path]]:
+        """Play all ranks at once, each from a state of its own, or all from the only one that is given."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        states = list(loads) * (world_size if len(loads) == 1 else 1) or [None] * world_size
+        with ThreadPoolExecutor(world_size) as pool:
+            asked = [
+                pool.submit(
+                    self.play, load=states[rank], rank=rank, world_size=world_size, port=port, **options
+                )
+                for rank in range(world_size)
+            ]
+            return [each.result() for each in asked]
 
 
 def _read(log: Path) -> Played:
@@ -128,18 +160,30 @@ def compare(wanted: Sequence[int], got: Played) -> Score:
     return Score(repeated, lost, moved, seconds=got.first_s, peak_mb=got.peak_mb)
 
 
-def _killed(table: Table, save_after: int, *, more: int = 3, stops: int = 1, **options: Any) -> Score:
-    whole, _ = table.play(**options)
-    if whole.error:
-        return Score(said=whole.error)
-    done, state, load = 0, None, None
+def _killed(
+    table: Table, save_after: int, *, more: int = 3, stops: int = 1, world: int = 1, **options: Any
+) -> Score:
+    whole = table.undisturbed(world, **options)
+    if error := next((each.error for each in whole if each.error), None):
+        return Score(said=error)
+    done, loads = 0, []
     for _ in range(stops):
-        _, state = table.play(load=load, save_after=save_after, die_after=save_after + more, **options)
-        if not state.exists():
+        loads = [
+            state
+            for _, state in table.play_ranks(
+                world, loads, save_after=save_after, die_after=save_after + more, **options
+            )
+        ]
+        if not all(state.exists() for state in loads):
             return Score(said="no state was saved")
-        load, done = state, done + save_after
-    left, _ = table.play(load=load, **options)
-    return compare([row for batch in whole.batches[done:] for row in batch], left)
+        done += save_after
+    scores = [
+        compare([row for batch in each.batches[done:] for row in batch], left)
+        for each, (left, _) in zip(whole, table.play_ranks(world, loads, **options), strict=True)
+    ]
+    said = next((each.said for each in scores if each.said), "")
+    counts = (sum(getattr(each, name) for each in scores) for name in ("repeated", "lost", "moved"))
+    return Score(*counts, said, scores[0].seconds, scores[0].peak_mb)
 
 
 def middle(table: Table) -> Score:
@@ -164,43 +208,33 @@ def two_workers(table: Table) -> Score:
 
 def two_ranks(table: Table) -> Score:
     """Two ranks, each killed and resumed from a state of its own."""
-    scores = [_killed(table, 9, rank=rank, world_size=2) for rank in range(2)]
-    bad = [each for each in scores if each.said]
-    if bad:
-        return bad[0]
-    return Score(*(sum(getattr(each, name) for each in scores) for name in ("repeated", "lost", "moved")))
+    return _killed(table, 9, world=2)
 
 
 def other_world(table: Table) -> Score:
     """One epoch, 24 rows a step, that begins on two ranks and ends on three; the states are those of rank 0."""
-    before = [
-        table.play(rank=rank, world_size=2, batch_size=12, epochs=1, save_after=4, die_after=4)
-        for rank in range(2)
-    ]
-    if any(not state.exists() for _, state in before):
-        return Score(said="no state was saved")
-    after = [
-        table.play(load=before[0][1], rank=rank, world_size=3, batch_size=8, epochs=1)[0] for rank in range(3)
-    ]
-    for each in after:
-        if each.error:
-            return Score(said=each.error)
-    batches = [batch for played in (*(played for played, _ in before), *after) for batch in played.batches]
-    return _in_any_order(Played(batches), range(ROWS))
+    before = table.play_ranks(2, batch_size=12, epochs=1, save_after=4, die_after=4)
+    if not before[0][1].exists():
+        return Score(said=before[0][0].error or "no state was saved")
+    after = table.play_ranks(3, [before[0][1]], batch_size=8, epochs=1)
+    return _once([*before, *after])
 
 
 def uneven(table: Table) -> Score:
     """Three ranks see an epoch of a number of rows that three does not divide: all of them once."""
-    played = [table.play(rank=rank, world_size=3, epochs=1)[0] for rank in range(3)]
-    for each in played:
-        if each.error:
-            return Score(said=each.error)
-    return _in_any_order(Played([batch for each in played for batch in each.batches]), range(ROWS))
+    return _once(table.play_ranks(3, epochs=1))
+
+
+def _once(played: Sequence[tuple[Played, Path]]) -> Score:
+    """All ranks together have every row once."""
+    if error := next((each.error for each, _ in played if each.error), None):
+        return Score(said=error)
+    return _in_any_order(Played([batch for each, _ in played for batch in each.batches]), range(ROWS))
 
 
 def epochs_differ(table: Table) -> Score:
     """Two epochs have all rows once each, in two orders; the same seed gives the same, another seed another."""
-    first, _ = table.play()
+    (first,) = table.undisturbed()
     again, _ = table.play()
     other, _ = table.play(seed=8)
     for each in (first, again, other):

@@ -37,6 +37,7 @@ def main(adapter: str, spec_path: str) -> None:
 
 def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
     loader = module.open_loader(Path(spec["rows"]), **spec["options"])
+    loader.save_at = spec.get("save_after")  # for those that save by themselves
     if spec.get("load"):
         # written by the same contestant a moment ago, in a folder of this run
         loader.load(pickle.loads(Path(spec["load"]).read_bytes()))

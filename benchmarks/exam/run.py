@@ -1,6 +1,6 @@
 """The exam of loaders: kills, resumes, other worlds, uneven ends, on everybody's loader.
 
-    python benchmarks/exam/run.py [CONTESTANT …]
+    python benchmarks/exam/run.py [CONTESTANT …] [CASE …]
 
 Each contestant has an environment of its own, in `.bench/exam-…`, which sees the project's packages behind its own, and is played
 in processes that are really killed (`play.py`, `cases.py`). A cell says how many rows were repeated, lost or moved against the
@@ -9,45 +9,30 @@ contestant's own undisturbed run, or what it said. Some minutes on two cores.
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import CASES, Score, Table
 from common import show
+from play_env import python_of
+from results import keep
 
 HERE = Path(__file__).resolve().parent
-BENCH = HERE.parents[1] / ".bench"
 CONTESTANTS = {
     "raysvc_load": (),
     "torchdata_map": ("torchdata",),
     "datasets_stream": ("torchdata",),
     "grain_map": ("grain",),
     "litdata_chunks": ("litdata",),
+    "mosaic_streaming": ("mosaicml-streaming",),
+    "hf_trainer": (),
+    "hf_trainer_ignore": (),
+    "trl_packed": (),
 }
-
-
-def python_of(contestant: str) -> str:
-    """Python of a contestant's environment, made when it is not there."""
-    needs = CONTESTANTS[contestant]
-    if not needs:
-        return sys.executable
-    folder = BENCH / f"exam-{contestant}"
-    python = folder / "bin" / "python"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "exam.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "ready").exists():
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            site = next((folder / "lib").glob("python*/site-packages"))
-            (site / "zz_project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *needs], check=True)
-            (folder / "ready").touch()
-    return str(python)
 
 
 def facts_of(python: str, contestant: str) -> list[str]:
@@ -57,21 +42,26 @@ def facts_of(python: str, contestant: str) -> list[str]:
     return done.stdout.strip().splitlines()[-3:]
 
 
-def main(names: list[str]) -> None:
-    rows, about = [], {}
+def main(words: list[str]) -> None:
+    asked = [case for case in CASES if case.__name__ in words] or CASES
+    names = [word for word in words if word in CONTESTANTS]
+    rows: list[dict[str, Any]] = []
+    about, cases = {}, {case.__name__: case.__doc__ for case in asked}
     with tempfile.TemporaryDirectory() as folder:
         for name in names or list(CONTESTANTS):
-            python = python_of(name)
+            python = python_of(name, CONTESTANTS[name])
             about[name] = facts_of(python, name)
             table = Table(python, name, Path(folder) / name)
             scores: dict[str, Score] = {}
-            for case in CASES:
+            for case in asked:
                 scores[case.__name__] = case(table)
                 print(f"{name} {case.__name__}: {scores[case.__name__]}", file=sys.stderr, flush=True)
+            first = next(iter(scores.values()))
             exact = sum(score.is_exact for score in scores.values())
-            rows.append({"contestant": name, "exact": f"{exact} of {len(CASES)}", **{case: str(score) for case, score in scores.items()},
-                         "first batch s": scores["middle"].seconds, "peak MB": scores["middle"].peak_mb})  # fmt: skip
-    show("Loaders under kills", rows, about=about, cases={case.__name__: case.__doc__ for case in CASES})
+            rows.append({"contestant": name, "exact": f"{exact} of {len(asked)}", **{case: str(score) for case, score in scores.items()},
+                         "first batch s": first.seconds, "peak MB": first.peak_mb})  # fmt: skip
+            keep("loaders", rows, about=about, cases=cases)
+    show("Loaders under kills", rows, about=about, cases=cases)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""transformers' Trainer over a list of rows, resumed from its own checkpoint. `hf_trainer_ignore` and `trl_packed` build on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VERSION = f"transformers {importlib.metadata.version('transformers')}"
+PROMISE = "resume_from_checkpoint: skips the epochs and batches that were trained, so that training goes on where it left off"
+SETTINGS = "train(resume_from_checkpoint=…), ignore_data_skip=False; ranks as torchrun starts them"
+
+
+class Loader:
+    """Trains in a thread that waits until the next batch is asked for; a batch is given when its step and its checkpoint are done."""
+
+    def __init__(self, rows: Path, o: dict[str, Any], **more: Any) -> None:
+        if o["world_size"] > 1:
+            os.environ.update(RANK=str(o["rank"]), LOCAL_RANK=str(o["rank"]), WORLD_SIZE=str(o["world_size"]))
+        self.folder = (
+            rows.parent / f"trainer-{os.getpid() if o['world_size'] == 1 else os.environ['MASTER_PORT']}"
+        )
+        self.done: queue.Queue[list[int] | BaseException | None] = queue.Queue()
+        self.asked, self.checkpoint, self.trained = threading.Semaphore(0), None, []
+        self.save_at: int | None = None
+        self.trainer = self.make(rows, {
+            "output_dir": str(self.folder), "per_device_train_batch_size": o["batch_size"], "num_train_epochs": o["epochs"],
+            "seed": o["seed"], "data_seed": o["seed"], "dataloader_num_workers": o["workers"], "save_strategy": "no",
+            "report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no", **more,
+        })  # fmt: skip
+        self.trainer.add_callback(saver(self))
+
+    def make(self, rows: Path, options: dict[str, Any]) -> Any:
+        import torch
+        from transformers import Trainer, TrainingArguments
+
+        loader = self
+
+        class Watched(Trainer):
+            def training_step(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
+                loader.step(inputs["row"].tolist())
+                return super().training_step(model, inputs, *others, **more)
+
+            def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
+                return model(inputs["row"].float()[:, None]).mean() * 0
+
+        data = [{"row": json.loads(line)["row"]} for line in rows.read_text().splitlines()]
+        args = TrainingArguments(**options, remove_unused_columns=False)
+        collate = lambda some: {"row": torch.tensor([one["row"] for one in some])}  # noqa: E731
+        return Watched(torch.nn.Linear(1, 1), args, train_dataset=data, data_collator=collate)
+
+    def step(self, rows: list[int]) -> None:
+        """The step before is done, with its checkpoint; the next one begins when it is asked for."""
+        if self.trained:
+            self.done.put(self.trained)
+            self.asked.acquire()
+        self.trained = rows
+
+    def batches(self) -> Iterator[list[int]]:
+        def train() -> None:
+            try:
+                self.trainer.train(resume_from_checkpoint=self.checkpoint)
+                if self.trained:
+                    self.done.put(self.trained)
+                self.done.put(None)
+            except BaseException as error:  # noqa: BLE001 - it is raised again where batches are asked for
+                self.done.put(error)
+
+        threading.Thread(target=train, daemon=True).start()
+        while (batch := self.done.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+            self.asked.release()
+
+    def save(self) -> Any:
+        newest = max(self.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        kept = self.folder.with_name(f"{self.folder.name}-kept-{os.getpid()}")
+        shutil.copytree(newest, kept)
+        return str(kept)
+
+    def load(self, state: Any) -> None:
+        self.checkpoint = state
+
+
+def saver(loader: Loader) -> Any:
+    """A callback that has the Trainer save after the batch that is asked for."""
+    from transformers import TrainerCallback
+
+    class Saver(TrainerCallback):
+        begin = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.begin = state.global_step - 1 if self.begin is None else self.begin
+            control.should_save = state.global_step - self.begin == loader.save_at
+
+    return Saver()
+
+
+def open_loader(rows: Path, **options: Any) -> Loader:
+    return Loader(rows, options)
