@@ -2,6 +2,7 @@
 
 Always true:
 - nothing is fetched: a reference that leaves the schema is no finding;
+- no schema ends or holds up an audit: one that refers to itself without end is broken, and a pattern that takes long matches;
 - a schema is looked at once, however many rows repeat it.
 """
 
@@ -15,6 +16,9 @@ from typing import Any
 from raysvc.audit.audited_row import shown
 from raysvc.audit.message_checks import declared_name
 from raysvc.chat.source.examples import ChatExample
+
+BROKEN = (RecursionError, TypeError, ValueError)  # of schemas that a library for schemas does not expect
+PATIENCE_S = 0.1  # for a pattern
 
 
 def can_check_arguments() -> bool:
@@ -64,6 +68,9 @@ def _against(tool: Mapping[str, Any], name: str, arguments: Any) -> Iterator[tup
         error = next(validator.iter_errors(arguments), None)
     except Unresolvable:
         return
+    except BROKEN as fault:
+        yield "broken_schema", f"{name}: {type(fault).__name__}: {shown(str(fault))}"
+        return
     if error is not None:
         place = "".join(f"{part}: " for part in error.absolute_path if isinstance(part, str))
         yield "arguments_against_schema", f"{name}: {place}{shown(error.message)}"
@@ -76,9 +83,39 @@ def _validator(text: str) -> tuple[Any, str]:
     from referencing import Registry
 
     schema = json.loads(text)
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         return None, shown(error.message)
-    return kind(schema, registry=Registry()), ""
+    except BROKEN as error:
+        return None, f"{type(error).__name__}: {shown(str(error))}"
+    patient: dict[str, Any] = {"pattern": _pattern, "patternProperties": _pattern_properties}
+    if "patternProperties" in text:
+        patient["additionalProperties"] = lambda *_: ()  # it would search for the patterns itself
+    return jsonschema.validators.extend(kind, patient)(schema, registry=Registry()), ""
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if validator.is_type(value, "string") and not _found(pattern, value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, value: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(value, "object"):
+        for pattern, wanted in patterns.items():
+            for name, each in value.items():
+                if _found(pattern, name):
+                    yield from validator.descend(each, wanted, path=name, schema_path=pattern)
+
+
+def _found(pattern: str, text: str) -> bool:
+    """Whether a pattern is in a text; a search that takes long, or is none that this library knows, is no finding."""
+    import regex  # type: ignore[import-untyped]
+
+    try:
+        return regex.search(pattern, text, timeout=PATIENCE_S) is not None
+    except (TimeoutError, regex.error):
+        return True

@@ -373,3 +373,30 @@ def misses_a_required_argument(row: Row) -> bool:
     }
     calls = [call["function"] for message in row["messages"] for call in message.get("tool_calls") or ()]
     return any(name not in call["arguments"] for call in calls for name in required[call["name"]])
+
+
+@pytest.mark.skipif(find_spec("jsonschema") is None, reason="needs raysvc[audit]")
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"$ref": "#"}, "broken_schema"),
+        ({"$schema": [1], "type": "object"}, "broken_schema"),
+        ({"$id": "http://[", "properties": {"s": {"$ref": "q"}}}, "broken_schema"),
+        ({"properties": {"s": {"pattern": "("}}}, "broken_schema"),
+        ({"properties": {"s": {"pattern": "^b"}}}, "arguments_against_schema"),
+        ({"properties": {"s": {"pattern": "a+!$"}}}, ""),
+        ({"properties": {"s": {"pattern": r"^(a|a?)+$"}}}, None),  # takes centuries, or is seen through
+        ({"patternProperties": {"^s$": {"type": "integer"}}, "additionalProperties": False}, "arguments_against_schema"),
+        ({"patternProperties": {"^s": {"type": "string"}}, "additionalProperties": False}, ""),
+    ],
+)  # fmt: skip
+def test_no_schema_ends_or_holds_up_an_audit(schema: dict[str, Any], found: str | None) -> None:
+    from raysvc.audit.call_checks import check_calls
+    from raysvc.chat.source.examples import ChatExample
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = {"function": {"name": "f", "arguments": {"s": "a" * 60 + "!"}}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    example = ChatExample(messages, [tool], (1,))
+    told = [name for name, _ in check_calls(example, True)]
+    assert told == [found] * bool(found) or (found is None and told == ["arguments_against_schema"])
