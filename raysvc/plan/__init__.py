@@ -1,1 +1,1 @@
-"""Which rows go where: pure functions of (config, seed, step)."""
+"""Decide which rows go where, by pure functions of (config, seed, step)."""
