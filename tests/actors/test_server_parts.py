@@ -158,14 +158,14 @@ def test_a_journal_gives_its_newest_whole_record(tmp_path: Path, protocol: str) 
     assert Journal(url).load() is None
     journal = Journal(url)
     for number in range(3):
-        journal.save(lambda number=number: {"number": number})
-    assert Journal(url).load() == {"number": 2}
+        journal.save(lambda number=number: {"commits": number})
+    assert Journal(url).load() == {"commits": 2}
     if not protocol:
-        (tmp_path / "journal" / "000000000009.json").write_text('{"number": 3, "half of')
-        assert Journal(url).load() == {"number": 2}
+        (tmp_path / "journal" / "000000000009.json").write_text('{"commits": 3, "half of')
+        assert Journal(url).load() == {"commits": 2}
         again = Journal(url)
-        again.save(lambda: {"number": 4})
-        assert Journal(url).load() == {"number": 4}
+        again.save(lambda: {"commits": 4})
+        assert Journal(url).load() == {"commits": 4}
 
 
 @pytest.mark.parametrize("protocol", ["", "memory://"])

@@ -343,7 +343,7 @@ def test_a_sample_is_made_once_and_what_is_wrong_with_it_names_the_source(
 def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
     tmp_path: Path, sample: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = {"enrich": {"ref_logprobs": {"model": "/models/sft"}}}
+    model = {"enrich": {"ref_logprobs": {"model": "tiny"}}}
     monkeypatch.setattr("raysvc.scoring.job_columns.with_columns", lambda job, entry, *more: entry)
     entry, build = entry_or_build(
         load_job(windowed(tmp_path, sample, "scored", "cache", **model)), None, silent

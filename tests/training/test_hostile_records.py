@@ -50,7 +50,9 @@ def decision(folder: Path) -> Case:
 
 def outcomes(folder: Path) -> Case:
     steps = np.repeat(np.arange(3), 2)
-    FeedbackLog(str(folder)).report(RowOutcomes(steps, steps, {"loss": np.ones(6, np.float32)}), known=0)
+    FeedbackLog(str(folder)).report(
+        RowOutcomes(steps, np.arange(6), {"loss": np.ones(6, np.float32)}), known=0
+    )
     (path,) = (folder / "outcomes").iterdir()
     return path, lambda: FeedbackLog(str(folder)).outcomes(0, 9, [])
 
