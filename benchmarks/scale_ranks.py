@@ -204,7 +204,7 @@ def compared(folder: Path, slices: int, rows: int, ranks: int, seed: int = 0) ->
     order, schedule = undisturbed._opened().plan.order, undisturbed.schedule
     needed: dict[int, None] = {}  # slices, in the order of the steps
     for step in asked:
-        begin_of = order.slices_from(0, schedule.position_of(step))[:10]  # type: ignore[union-attr]
+        begin_of = order.needs_from(0, schedule.position_of(step))[0][:10]
         of_step = row_ids.split(undisturbed._opened().plan.groups_of(step)).slice
         needed.update(dict.fromkeys([*np.unique(of_step).tolist(), *begin_of.tolist()]))
     root, stream = corpus.growing()

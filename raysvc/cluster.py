@@ -63,11 +63,14 @@ def _connect(address: str | None, need_cpus: float) -> str:
     start = partial(ray.init, address="local", num_cpus=cores, include_dashboard=False,
                     logging_level=logging.ERROR, log_to_driver=False)  # fmt: skip
     try:
-        try:
-            start()
-        except Exception as error:  # noqa: BLE001 - Ray raises a bare one where its processes are late
-            log.warning("Ray did not start error=%s; trying once more", _first_line(error))
-            ray.shutdown()
+        for _ in range(2):
+            try:
+                start()
+                break
+            except Exception as error:  # noqa: BLE001 - Ray raises a bare one where its processes are late
+                log.warning("Ray did not start error=%s; trying again", _first_line(error))
+                ray.shutdown()
+        else:
             start()
     except Exception as error:
         what = f"did not start on this machine: {_first_line(error)}"
