@@ -8,7 +8,7 @@ PURE := chat cache plan collate media
 # Number of processes for either tier; each has its own Ray and runs whole files. With two, a third of two cores is idle.
 JOBS ?= 3
 # Whole files in the order of tests/conftest.py; by itself xdist begins with the files of many tests.
-XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+XDIST = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Python that may not write byte code compiles the package again in every test process and every Ray worker.
 # An empty value means unset to Python, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -44,6 +44,8 @@ docs: dev
 test: dev
 	$(BIN)/python -m pytest -m "not slow" $(XDIST) --durations=10
 
+# With three, the Rays and tokenizers of this tier came near 24 GB, and Rays started late.
+test-long: JOBS := 2
 test-long: dev
 	$(BIN)/python -m pytest -m "slow or hypothesis" $(XDIST) --timeout=600 --durations=10
 
