@@ -41,6 +41,7 @@ FILES = {
     "wrong_place.yaml": JOB + "batch_size: 4\n",
     "tab.yaml": "\tsource: rows.jsonl\n",
     "twice.yaml": JOB + "plan: {batch_size: 8}\n",
+    "two.yaml": "tokenizer: tokenizer\nmixture: {sources: {a: {source: {path: rows.jsonl}, weight: 1}, b: {source: {path: alpaca.jsonl}, weight: 1}}}\n",
     "empty.yaml": "",
     "empty.jsonl": "",
     "list.jsonl": '[\n{"messages":\n[]}\n]\n',
@@ -110,11 +111,18 @@ MISTAKES = [
         "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl] max_quarantine=0.1",
     ),
+    Mistake(
+        "tokenize job.yaml source.path=[rows.jsonl,alpaca.jsonl]",
+        f"source: 4 of 16 {QUARANTINED}no value in column 'messages' (4 rows, e.g. rows 12 and 13 and 14: the row has input, "
+        "instruction, output, so it is of format alpaca: files of two formats need a source each, under mixture.sources); "
+        "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
+        "tokenize two.yaml",
+    ),
     # columns
     Mistake(
         "tokenize job.yaml source.path=alpaca.jsonl",
         "source: format chat needs a column 'messages'; the rows have the columns input, instruction, output; set "
-        "source.format: alpaca, which fits them",
+        "source.format: alpaca, which fits them; files of two formats need a source each, under mixture.sources",
         "tokenize job.yaml source.path=alpaca.jsonl source.format=alpaca",
     ),
     Mistake(

@@ -24,6 +24,7 @@ from raysvc.chat.source.formats import (
     KTO_CHAT,
     NEEDS,
     NO_VALUES,
+    ONE_FORMAT,
     OPTIONAL,
     PREFERRED,
     Format,
@@ -206,7 +207,7 @@ def _missing(
 ) -> SourceError:
     what = f"{what}; the rows have the columns {', '.join(columns) or '(none)'}{_nearest(wanted, columns)}"
     if fits is not None:
-        return SourceError("source", what, f"set source.format: {fits}, which fits them")
+        return SourceError("source", what, f"set source.format: {fits}, which fits them; {ONE_FORMAT}")
     return SourceError(
         "source",
         what,

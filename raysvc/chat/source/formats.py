@@ -75,6 +75,7 @@ BESIDE: dict[str, tuple[str, ...]] = {  # what a format uses where it is there
     "text": (),
     "prompt": ("tools", "system"),
 }
+ONE_FORMAT = "files of two formats need a source each, under mixture.sources"
 KTO = ("label", "kto_tag")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
@@ -178,7 +179,7 @@ class Format:
         row = self.opened(without_nulls(row) if self.drop_nulls else row)
         for ours in NEEDS[self.name]:
             if self.get(row, ours) is None:
-                raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
+                raise RowFault(f"no value in column {self.column(ours)!r}", _columns(self, row))
         for name in () if self._refused_names.isdisjoint(row) else self.refused:
             if name in row and row[name] not in NO_VALUES:
                 raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
@@ -533,5 +534,11 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
-def _columns(row: Mapping[str, Any]) -> str:
-    return f"the row has {', '.join(sorted(map(str, row))) or 'no columns'}"
+def _columns(form: Format, row: Mapping[str, Any]) -> str:
+    there = {name for name, value in row.items() if value is not None}
+    others = () if there.intersection(map(form.column, NEEDS[form.name])) else NEEDS.items()
+    fits = next(
+        (f", so it is of format {name}: {ONE_FORMAT}" for name, needs in others if there.issuperset(needs)),
+        "",
+    )
+    return f"the row has {', '.join(sorted(map(str, row))) or 'no columns'}{fits}"
