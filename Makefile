@@ -44,8 +44,6 @@ docs: dev
 test: dev
 	$(BIN)/python -m pytest -m "not slow" $(XDIST) --durations=10
 
-# With three, the Rays and tokenizers of this tier came near 24 GB, and Rays started late.
-test-long: JOBS := 2
 test-long: dev
 	$(BIN)/python -m pytest -m "slow or hypothesis" $(XDIST) --timeout=600 --durations=10
 

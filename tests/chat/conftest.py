@@ -331,11 +331,14 @@ def stamp(folder: str) -> tuple[int, int]:
 
 @pytest.fixture(scope="session")
 def loaded() -> Callable[[str], Any]:
-    """Folder -> its `LoadedTokenizer`; made once while it is in use, so nothing of it may be changed."""
+    """Folder -> its `LoadedTokenizer`; made once while it is in use, so nothing of it may be changed.
+
+    Few are kept: the native encoder of one takes some 47 MB, whatever its vocabulary.
+    """
     from raysvc.chat.tokens.tokenizer import LoadedTokenizer
     from raysvc.job.config import TokenizerConfig
 
-    made = lru_cache(maxsize=64)(lambda folder, _: LoadedTokenizer(TokenizerConfig(name=folder)))
+    made = lru_cache(maxsize=8)(lambda folder, _: LoadedTokenizer(TokenizerConfig(name=folder)))
     return lambda folder: made(folder, stamp(folder))
 
 
