@@ -31,6 +31,7 @@ from raysvc.builds.build_plan import no_row
 from raysvc.chat.row_counts import RowCounts, warnings_of, what_to_fix
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
+from raysvc.cli.other_templates import template_that_takes
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
@@ -40,6 +41,7 @@ from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, media_of
 
 SAMPLE_ROWS = 512
+MAX_QUARANTINE: float = JobConfig.model_fields["max_quarantine"].default
 OBJECTIVES = {
     "preference": "orpo   # or simpo, reward; dpo and ipo need a column ref_logprobs",
     "kto": "kto   # needs a column ref_logprobs",
@@ -64,6 +66,7 @@ class Look:
         model: that trains them: what the tokenizer came with, or a tiny one.
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
         too_long: what is wrong with rows of the sample that are longer than the model's original context, and that context.
+        takes: the line of a job that names a template at hand which takes the rows, where their own does not; "": none was found, or asked for.
     """
 
     format: str
@@ -77,6 +80,7 @@ class Look:
     model: str
     layout: str
     too_long: tuple[str, int] | None
+    takes: str = ""
 
     @property
     def is_tiny(self) -> bool:
@@ -88,11 +92,11 @@ class Look:
         """Says why no command would accept these rows, with the remedy; "": they do."""
         counts = self.row_counts
         count = sum(counts.quarantined.values())
-        if count <= JobConfig.model_fields["max_quarantine"].default * counts.rows_in:
+        if count <= MAX_QUARANTINE * counts.rows_in:
             return ""
         reason = max(counts.quarantined, key=lambda one: counts.quarantined[one])
         told = f"{count} of the first {counts.rows_in} rows cannot be used ({reason}), so every command would end"
-        return f"{told}; {_remedy(counts)}, or raise max_quarantine to train the rest"
+        return f"{told}; {_remedy(counts, self.takes)}, or raise max_quarantine to train the rest"
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -119,11 +123,19 @@ class Look:
         return out
 
 
-def _remedy(counts: RowCounts) -> str:
+def _remedy(counts: RowCounts, takes: str) -> str:
     """Says what takes the rows that were left out: other rows, or another template."""
-    if counts.quarantined and "template" in what_to_fix(counts.quarantined):
+    if takes:
+        return f"write {takes} into the job, which takes them"
+    if _is_of_template(counts):
         return "name a tokenizer whose chat template takes them, or give tokenizer.chat_template"
     return "fix these rows"
+
+
+def _is_of_template(counts: RowCounts) -> bool:
+    """Returns whether so many rows are left out that no command would go on, and another template may take them."""
+    count = sum(counts.quarantined.values())
+    return count > MAX_QUARANTINE * counts.rows_in and "template" in what_to_fix(counts.quarantined)
 
 
 def look(given: SourceConfig, tokenizer: str) -> Look:
@@ -154,14 +166,17 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
     if processor is not None:
         desk = desk_of(spec, None, {}, processor)
         desk.folder_of = lambda number: folder_of(source.slices[0].path_of(number))
-    rows = itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS)
+    rows = list(itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS))
     sample = SliceTokenizer(spec, desk=desk).run(rows)
+    takes = ""
+    if desk is None and _is_of_template(sample.row_counts):
+        takes = template_that_takes(spec, rows, MAX_QUARANTINE)
     if not sample.row_counts.rows_written:
         why = "; ".join(map(str, sample.examples[:1])) or str(sample.row_counts.dropped)
         raise SourceError(
             path,
             f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",
-            _remedy(sample.row_counts),
+            _remedy(sample.row_counts, takes),
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()
     num_rows = sum(part.num_rows for part in source.slices)
@@ -182,6 +197,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         model := _model(tokenizer, processor),
         _layout(form.name, model),
         _too_long(model, lengths),
+        takes,
     )
 
 
@@ -196,7 +212,7 @@ def job_text(source: SourceConfig, tokenizer: str, found: Look) -> str:
 source:
 {_source(source)}  format: {found.format}
 {_kinds(found)}tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
-
+{f"# {found.takes}   # takes rows that the template of this one does not{chr(10)}" if found.takes else ""}
 train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,10 @@ THINGS = ("apples", "books", "cups", "drums", "eggs", "forks", "gloves", "hats")
 CITIES = ("Lima", "Oslo", "Kyoto", "Accra", "Turin", "Quito", "Porto", "Hanoi")
 WEATHER = ("sunny", "rainy", "windy", "foggy", "cloudy")
 
-# ChatML with tools; the generation marks say what an assistant wrote
-TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
-{{- 'You may call:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- generation %}{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
-{%- elif message.role != 'system' %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
+TEMPLATE_FILE = files("raysvc.cli").joinpath(
+    "chatml.jinja"
+)  # with tools; the generation marks say what an assistant wrote
+TEMPLATE = TEMPLATE_FILE.read_text().removesuffix("\n")
 TOOLS = [
     {
         "type": "function",

@@ -197,7 +197,7 @@ def test_init_says_what_tokenize_warns_of(tmp_path: Path, sample: dict[str, str]
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("template", r"12 of the first 24 rows cannot be used (the template refused the conversation: no system), so every command would end; name a tokenizer whose chat template takes them"),
+        ("template", "12 of the first 24 rows cannot be used (the template refused the conversation: no system), so every command would end; write tokenizer: {"),
         ("rows", "12 of the first 24 rows cannot be used (broken JSON), so every command would end; fix these rows"),
     ],
 )  # fmt: skip
@@ -222,13 +222,48 @@ def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next
     assert "next:" not in said
 
 
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("at_hand", ["template", "folder", "nothing"])
+def test_the_line_that_init_says_for_rows_that_the_template_refuses_makes_a_job_of_all_of_them(
+    tmp_path: Path, sample: dict[str, str], at_hand: str
+) -> None:
+    """TRL's templates of ChatML fit the tokens of the sample's tokenizer; they fit no tokenizer with other marks of a turn."""
+    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "here" / "tokenizer"))
+    template = folder / "chat_template.jinja"
+    template.write_text(NO_SYSTEM + template.read_text())
+    if at_hand != "template":
+        for path in folder.iterdir():
+            path.write_text(path.read_text().replace("<|im_", "<|turn_"))
+    if at_hand == "folder":
+        shutil.copytree(sample["tokenizer"], tmp_path / "here" / "another")
+    out = tmp_path / "job.yaml"
+    result = run(sample["rows"], "--tokenizer", str(folder), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "cannot be used (the template refused the conversation: no system)" in result.output
+    if at_hand == "nothing":
+        assert "name a tokenizer whose chat template takes them" in result.output
+        return
+    line = next(one for one in out.read_text().splitlines() if one.startswith("# tokenizer: "))
+    said = line.removeprefix("# ").split("   #")[0]
+    assert f"write {said} into the job" in result.output
+    assert str(folder if at_hand == "template" else tmp_path / "here" / "another") in said
+    text = out.read_text().replace(
+        next(one for one in out.read_text().splitlines() if one.startswith("tokenizer: ")), said
+    )
+    out.write_text(text)
+    entry = raysvc.tokenize(load_job(out), cache={"root": str(tmp_path / "cache")})
+    assert entry.num_rows == len(Path(sample["rows"]).read_text().splitlines())
+
+
 def test_a_template_that_takes_no_row_is_named_as_the_cause(tmp_path: Path, sample: dict[str, str]) -> None:
     folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
     (folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
     refused = run(sample["rows"], "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml"))
     assert refused.exit_code == 2
     assert "the template refused the conversation: never" in refused.stderr
-    assert "name a tokenizer whose chat template takes them" in refused.stderr
+    assert "write tokenizer: {" in refused.stderr
 
 
 @pytest.mark.ray

@@ -128,7 +128,7 @@ def expected_modules() -> set[str]:
     page = {
         f"raysvc/report/{name}" for name in ("browse.js", "draw.js", *(f"uplot/{each}" for each in UPLOT))
     }
-    return {name(path) for path in code_files()} | {"raysvc/py.typed"} | page
+    return {name(path) for path in code_files()} | {"raysvc/py.typed", "raysvc/cli/chatml.jinja"} | page
 
 
 def source_tree(target: Path, *, links_as_text: bool) -> Path:
