@@ -59,7 +59,7 @@ def find_or_begin(
     Args:
         columns_wait: why columns that a model computes are computed of finished rows; "" where they are not.
         made: makes the build; None: `BuildBeside`.
-        before: is called before an entry is built that is not to grow, as `raysvc.builds.find_or_build.build` says.
+        before: is called before an entry is built, as in `raysvc.builds.find_or_build`.
 
     Raises:
         UserMistake: as `raysvc.builds.find_or_build.find_or_build`.
@@ -67,16 +67,21 @@ def find_or_begin(
     join(job, address)
     windowed = windowed_sources(job)
     at_the_end = known_at_the_end(job) or columns_wait
-    looked, found = [], []
-    for (name, each), has_window in zip(jobs_of(job).items(), windowed, strict=True):
-        looked.append(look(each, default_root(each.cache.root), name))
-        one, grows = looked[-1], each.source.follow or (has_window and not at_the_end)
+    looked = [look(each, default_root(each.cache.root), name) for name, each in jobs_of(job).items()]
+    grow = [
+        one.entry is None and (one.job.source.follow or (has_window and not at_the_end))
+        for one, has_window in zip(looked, windowed, strict=True)
+    ]
+    for one, grows in zip(looked, grow, strict=True):
+        before(one, grows)
+    found = []
+    for one, grows in zip(looked, grow, strict=True):
         if one.entry is None and not grows:
             if any(windowed):
-                what = f"source {name!r}" if name else "the source"
+                what = f"source {one.name!r}" if one.name else "the source"
                 why = at_the_end or "it has no window"
                 log.warning("the first step waits until all of %s is tokenized: %s", what, why)
-            one = replace(one, entry=build(one, address, progress, before=before))
+            one = replace(one, entry=build(one, address, progress))
         found.append(one)
     entries = [one.entry for one in found if one.entry is not None]
     if len(entries) == len(found):

@@ -1,6 +1,6 @@
 """The entry of a job: look it up, and make what is missing.
 
-1. Look at source and cache (`raysvc.builds.lookup`).
+1. Look at all sources and the cache (`raysvc.builds.lookup`), and ask whether anything stands in the way of what follows the rows.
 2. Where there is no finished entry, see what is left of it (`raysvc.builds.build`).
 3. Make the slices that are left, at some place (`raysvc.builds.places`), in the order in which they are needed.
 4. Finish each entry when its last slice is there.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     Before = Callable[[Lookup, bool], None]
 
 
-def nothing(found: Lookup, large: bool) -> None:
-    """Ask nothing before an entry is built."""
+def nothing(found: Lookup, grows: bool) -> None:
+    """Ask nothing before entries are built."""
 
 
 def find_or_build(
@@ -47,17 +47,17 @@ def find_or_build(
     Args:
         address: of the cluster that builds what is large.
         large: the place at that address.
-        before: is called before an entry is built, see `build`.
+        before: is called before an entry is built, with each source, and whether its rows are read while they are built; what it
+            raises ends that.
 
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
-    found, entries = [], []
     join(job, address)
-    for name, each in jobs_of(job).items():
-        found.append(look(each, default_root(each.cache.root), name))
-        entries.append(found[-1].entry or build(found[-1], address, progress, large, before))
-    return as_one(job, found, entries)
+    found = [look(each, default_root(each.cache.root), name) for name, each in jobs_of(job).items()]
+    for one in found:
+        before(one, False)
+    return as_one(job, found, [one.entry or build(one, address, progress, large) for one in found])
 
 
 def join(job: JobConfig, address: str | None) -> None:
@@ -105,21 +105,14 @@ def build(
     address: str | None,
     progress: Progress,
     large: Callable[[str | None], Place] = in_cluster,
-    before: Before = nothing,
 ) -> Entry:
-    """Make the entry that was not found, in this process where it is small.
-
-    Args:
-        before: is told the lookup, and whether the rows are too many for this process; what it raises ends that.
-    """
+    """Make the entry that was not found, in this process where it is small."""
     one = begin(found, progress, until_now=True)
     with one.hold:
         one.start()
-        is_large = not (one.streams or one.fits_one_process(one.left))
-        before(found, is_large)
         if one.streams:
             return run([one], from_dataset)[0]
-        if is_large:
+        if not one.fits_one_process(one.left):
             return run([one], large(address))[0]
         from raysvc.pipelines.local_build import only_builder_here
 

@@ -1,11 +1,11 @@
-"""Refuses columns that cannot be computed before the rows that they are for are tokenized.
+"""Refuses columns that cannot be computed before any row of any source is tokenized.
 
-1. Look at the models: whether they are there, and have the tokenizer of the rows.
-2. Where a cluster tokenizes the rows, or the job trains on CUDA, ask its nodes for room and for what they see.
+1. Look at the models: whether they are there, have the tokenizer of the rows, and can score those that are there.
+2. Where a cluster tokenizes the rows or computes their columns, or the job trains on CUDA, ask its nodes for room and for what they see.
 
 Always true:
 - what is refused here would be refused after the last row too, unless nodes come meanwhile;
-- rows that are there are asked nothing, so a hit needs no cluster.
+- of columns that are there nothing is asked, so a hit needs no cluster.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from raysvc.cache.find import find_entry
+from raysvc.pipelines.local_build import CLUSTER_S, fits_one_process
 from raysvc.progress import Progress, Tick
-from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns
+from raysvc.scoring.enrich_plan import EnrichPlan, check_columns, check_models, plan_columns, refuse_media
 from raysvc.scoring.wanted import wanted_columns
 
 if TYPE_CHECKING:
@@ -36,12 +38,11 @@ class ColumnWorkers(NamedTuple):
     watch: RoomWatch
 
 
-def check_before_rows(found: Lookup, large: bool, address: str | None, progress: Progress) -> None:
-    """Refuse columns of a source whose rows are to be tokenized.
+def check_before_rows(found: Lookup, grows: bool, address: str | None, progress: Progress) -> None:
+    """Refuse columns of a source.
 
     Args:
-        found: the lookup that did not find the rows.
-        large: a cluster tokenizes them, so it computes their columns too.
+        grows: its rows are read while they are tokenized; the run that reads them has asked for its nodes.
         address: of the cluster.
 
     Raises:
@@ -52,13 +53,28 @@ def check_before_rows(found: Lookup, large: bool, address: str | None, progress:
     def say(what: str) -> None:
         progress(Tick("enrich", 0, None, "rows", waiting=what))
 
-    job, tokenizer, recipe = found.job, found.plan.tokenizer, found.plan.recipe
+    job, rows, tokenizer, recipe = found.job, found.entry, found.plan.tokenizer, found.plan.recipe
     for wanted in wanted_columns(job, found.name):
         plan = plan_columns(job, wanted, recipe, len(tokenizer.hf), found.store)
-        check_models(plan, len(tokenizer.hf), tokenizer.content())  # 1
         recipe = dict(plan.recipe)
-        if large or job.trainer.device == "cuda":  # 2
+        if rows is None:
+            check_models(plan, len(tokenizer.hf), tokenizer.content())  # 1
+        elif find_entry(rows.store, plan.key) is not None:
+            continue
+        else:
+            refuse_media(wanted, rows)
+            check_columns(plan, rows)  # 1
+        if not grows and (job.trainer.device == "cuda" or _is_large(found, plan)):  # 2
             join_pool(job, found.store.url, plan, address, say)
+
+
+def _is_large(found: Lookup, plan: EnrichPlan) -> bool:
+    """Returns whether a cluster tokenizes the rows, or computes the columns of those that are there."""
+    workers, source = found.job.workers, found.plan.source
+    if found.entry is not None:
+        return workers.min > 1 or plan.alone_s(found.entry.num_tokens) >= CLUSTER_S
+    sliced = found.job.source.ray is None
+    return sliced and not fits_one_process(source.num_bytes, len(source.slices), workers)
 
 
 def join_pool(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from raysvc.builds.entry_report import Report
 from raysvc.cache import names
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
 
 SCORE_VERSION = 1  # of what a column means; another one is another key
+FLOPS_PER_S = 10e9  # of one core, with room to spare
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class EnrichPlan:
     models: Mapping[str, ModelFiles]
     recipe: Mapping[str, Any]
     key: str
+
+    def alone_s(self, num_tokens: float) -> float:
+        """Returns how long one core computes the columns of so many tokens."""
+        parameters = sum(model.num_bytes for model in self.models.values()) / 2
+        return 2 * parameters * num_tokens / FLOPS_PER_S
 
 
 def plan_columns(
@@ -107,6 +114,23 @@ def rows_with_media(wanted: WantedColumns, which: str) -> ConfigError:
     remedy = "compute the columns with the model's own processor, and carry them: source.carry"
     what = f"{which} have media, and a model would read their text alone"
     return ConfigError(f"enrich.{wanted.kind}", what, remedy)
+
+
+def check_columns(plan: EnrichPlan, base: Entry) -> None:
+    """Refuse models that cannot score rows that are there.
+
+    Raises:
+        ConfigError: a model has another tokenizer, too few entries or positions, or rows name a model that is not given.
+    """
+    check_models(plan, vocab_size_of(base), kept_tokenizer(base))
+    check_longest(plan, int(base.lengths().max(initial=0)))
+    if (by := plan.wanted.by) is None:
+        return
+    from raysvc.actors.worker.score import no_model
+
+    values = {str(value) for table in base.part_tables() for value in pc.unique(table.column(by)).to_pylist()}
+    if unknown := sorted(values - plan.wanted.models.keys()):
+        raise no_model(by, unknown[0], plan.wanted.models)
 
 
 def check_models(plan: EnrichPlan, vocab_size: int, kept: bytes | None) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.compute as pc
 
 from raysvc.builds.build import held_generation
 from raysvc.builds.build_progress import source_tag
@@ -34,9 +33,8 @@ from raysvc.progress import Progress, Tick, silent
 from raysvc.scoring.before_rows import join_pool
 from raysvc.scoring.enrich_plan import (
     EnrichPlan,
+    check_columns,
     check_longest,
-    check_models,
-    kept_tokenizer,
     plan_columns,
     refuse_media,
     rows_with_media,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     Left = Sequence[tuple[int, RowSlice]]
 
 HIT = "same rows, models and options"
-FLOPS_PER_S = 10e9  # of one core, with room to spare
 
 
 def find_or_enrich(
@@ -75,10 +72,8 @@ def find_or_enrich(
         return entry, True, HIT
     record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else why_not_there(base, plan)[0]
-    check_models(plan, vocab_size_of(base), kept_tokenizer(base))
-    check_longest(plan, int(base.lengths().max(initial=0)))
     with Hold(base.store, base.folder, this_process()):
-        _check_values(wanted, base)
+        check_columns(plan, base)
         base.store.probe()
         chosen = next_generation if job.cache.force else build_generation
         generation, hold = held_generation(base.store, plan.key, chosen)
@@ -98,23 +93,6 @@ def planned(job: JobConfig, base: Entry, wanted: WantedColumns, progress: Progre
     names = ", ".join(sorted(set(wanted.models.values())))
     progress(Tick("enrich", 0, None, "rows", waiting=f"looking at {names}"))
     return plan_columns(job, wanted, base.recipe, vocab_size_of(base), base.store)
-
-
-def _check_values(wanted: WantedColumns, base: Entry) -> None:
-    """Every value that the rows have names a model.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    from raysvc.actors.worker.score import no_model
-
-    if wanted.by is None:
-        return
-    values = {
-        str(value) for table in base.part_tables() for value in pc.unique(table.column(wanted.by)).to_pylist()
-    }
-    if unknown := sorted(values - wanted.models.keys()):
-        raise no_model(wanted.by, unknown[0], wanted.models)
 
 
 class EnrichBuild:
@@ -228,7 +206,7 @@ class EnrichBuild:
         lengths = [self.base.slice_lengths(piece.index) for piece in pieces]
         check_longest(self.plan, max(int(one.max(initial=0)) for one in lengths))
         task = replace(self._task("cpu"), slices={one.index: slices[one.index] for one in pieces})
-        if workers is not None and self._alone_s(sum(int(one.sum()) for one in lengths)) >= CLUSTER_S:
+        if workers is not None and self.plan.alone_s(sum(int(one.sum()) for one in lengths)) >= CLUSTER_S:
             for _, receipt in receipts_of(task, pieces, WorkerPool.of(workers)):
                 check()
                 yield receipt
@@ -243,13 +221,8 @@ class EnrichBuild:
         from raysvc.pipelines.local_build import CLUSTER_S
 
         share = sum(piece.num_rows for piece in self.left) / max(self.base.num_rows, 1)
-        alone_s = self._alone_s(self.base.num_tokens * share)
+        alone_s = self.plan.alone_s(self.base.num_tokens * share)
         return self.job.trainer.device != "cuda" and self.job.workers.min == 1 and alone_s < CLUSTER_S
-
-    def _alone_s(self, num_tokens: float) -> float:
-        """How long this process computes the columns of so many tokens."""
-        parameters = sum(model.num_bytes for model in self.plan.models.values()) / 2
-        return 2 * parameters * num_tokens / FLOPS_PER_S
 
     def _say_another(self) -> None:
         self.progress(Tick("enrich", 0, None, "rows", waiting="another process computes this entry"))

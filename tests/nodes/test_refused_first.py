@@ -57,6 +57,23 @@ def test_what_no_node_can_hold_is_refused_before_a_row_is_tokenized(
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
+def test_large_columns_of_rows_that_are_there_are_refused_before_other_rows_are_tokenized(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (other := tmp_path / "other.jsonl").write_text(Path(sample["rows"]).read_text().partition("\n")[0])
+    job: dict[str, Any] = {"tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path / "cache")}}
+    raysvc.tokenize(job, source={"path": sample["rows"]})
+    there = list((tmp_path / "cache").rglob("*.arrow"))
+    paths = {"first": str(other), "second": sample["rows"]}
+    sources = {name: {"source": {"path": path}, "weight": 1} for name, path in paths.items()}
+    monkeypatch.setattr("raysvc.scoring.before_rows.CLUSTER_S", 0.0)
+    with pytest.raises(ConfigError, match="workers: needs 16 CPU, they have 4"):
+        raysvc.enrich(
+            job, mixture={"sources": sources}, enrich={"ref_logprobs": {}}, workers={"num_cpus": 16}
+        )
+    assert list((tmp_path / "cache").rglob("*.arrow")) == there
+
+
 def test_columns_that_are_there_need_no_cluster(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

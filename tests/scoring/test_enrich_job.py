@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import raysvc
+from raysvc.api import entry_or_build
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, list_entries
@@ -21,6 +23,7 @@ from raysvc.cli.sample_data import write_tokenizer
 from raysvc.errors import ConfigError
 from raysvc.job.job_file import load_job
 from raysvc.pipelines import row_slices
+from raysvc.progress import silent
 from raysvc.scoring.job_columns import explain_columns, with_found_columns
 from tests.cache.helpers import wait_until_unused
 
@@ -182,6 +185,33 @@ def test_a_source_of_a_mixture_has_its_own_teacher(job: dict[str, Any], tmp_path
     assert len(entry.row("1:0:6")["teacher_ids"][0]) == 2
     with pytest.raises(ConfigError, match="has no model for the source 'b' \\(it has a\\)"):
         raysvc.enrich(mixed, enrich={"teacher": {"by": "source", "models": {"a": models["a"]}}})
+
+
+@pytest.mark.parametrize("wrong", ["model", "model of rows to come", "positions", "value"])
+@pytest.mark.parametrize("made", [raysvc.enrich, lambda job: entry_or_build(job, None, silent)])
+def test_columns_of_a_later_source_are_refused_before_rows_of_an_earlier_one_are_tokenized(
+    job: dict[str, Any], tmp_path: Path, made: Callable[..., Any], wrong: str
+) -> None:
+    other = tmp_path / "more.jsonl"
+    other.write_text(pairs(5))
+    sources = {
+        "first": {"source": {**job["source"], "path": str(other)}, "weight": 1},
+        "second": {"source": job["source"], "weight": 1},
+    }
+    there = wrong != "model of rows to come"
+    if there:
+        raysvc.tokenize(job)
+    good, short = job["trainer"]["model"], save_model(tmp_path / "short", 512, max_position_embeddings=16)
+    by, models, text = {
+        "positions": ("source", {"first": good, "second": short}, "has 16 positions, the longest row"),
+        "value": ("domain", {"math": good}, "domain = 'code'"),
+    }.get(wrong, ("source", {"first": good, "second": "/none"}, "there is no folder /none"))
+    before = folders(job) if there else {}
+    mixed = {name: value for name, value in job.items() if name != "source"}
+    teacher = {"by": by, "models": models, "top_k": 2}
+    with pytest.raises(ConfigError, match=text):
+        made(load_job(mixed, mixture={"sources": sources}, enrich={"teacher": teacher}))
+    assert (folders(job) if there else list(tmp_path.rglob("*.arrow"))) == (before or [])
 
 
 class TestRefused:
