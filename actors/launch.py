@@ -21,7 +21,7 @@ from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.errors import ConfigError, RaysvcError, ServerError
-from raysvc.nodes.room import amounts, has_free, no_room, refuse_what_never_fits, what_is_missing
+from raysvc.nodes.room import amounts, has_free, no_room, not_free, refuse_what_never_fits, what_is_missing
 from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ def start_server(
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
     spec = spec.model_copy(update={"owner": own_name(), "team": team_of(ray_namespace()) or ""})
+    need = [{"CPU": spec.num_cpus}]
+    busy = not_free(need)  # asked before the server itself holds it
     actor = ray.remote(concurrency_groups=threads, **QUIET)(cls)
     handle = actor.options(
         name=spec.name,
@@ -74,8 +76,11 @@ def start_server(
         max_task_retries=-1,
         **_place_of(node_id),
     ).remote(spec.model_dump_json(), incarnation_id)
-    what = f"server {spec.name!r} to start"
-    text, theirs = wait_for(handle.spec_json.remote(), what, lacks=lambda: no_room([{"CPU": spec.num_cpus}]))
+    text, theirs = wait_for(
+        handle.spec_json.remote(),
+        f"server {spec.name!r} to start",
+        lacks=lambda: no_room(need) or (busy and not_free(need)),
+    )
     difference = ServeSpec.model_validate_json(text).difference(spec)
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
@@ -83,7 +88,7 @@ def start_server(
             f"server.name {spec.name!r}", f"is already served, with another {difference}", remedy
         )
     try:
-        wait_for(handle.describe.remote(), what)
+        wait_for(handle.describe.remote(), f"server {spec.name!r} to open what it serves")
     except RaysvcError:
         if theirs == incarnation_id:  # a server of ours that can serve nothing
             ray.kill(handle, no_restart=True)
@@ -259,11 +264,11 @@ def wait_for(
         except ray.exceptions.GetTimeoutError:
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
-                raise TimeoutError(f"waited {waited_s:.0f} s for {what}; is the cluster full?") from None
+                missing = lacks() or "raysvc doctor looks at its nodes"
+                raise TimeoutError(f"waited {waited_s:.0f} s for {what}: {missing}") from None
             say_waiting(what, waited_s, lacks())
 
 
 def say_waiting(what: str, waited_s: float, missing: str | None) -> None:
-    """Say what a wait lacks, or what is free where nothing lacks."""
-    free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
-    log.warning("waiting for=%r since=%.0fs: %s", what, waited_s, missing or f"free={free}")
+    """Say what is waited for, and what the cluster lacks for it, if anything."""
+    log.warning("waiting for %s since %.0f s%s", what, waited_s, f": {missing}" if missing else "")

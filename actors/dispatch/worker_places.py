@@ -20,7 +20,7 @@ from raysvc.actors.launch import QUIET, REPORT_EVERY_S, say_waiting
 from raysvc.actors.placement import GroupNeed, place_groups, refuse_without_places
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
-from raysvc.nodes.room import Resources, no_room
+from raysvc.nodes.room import Resources, no_room, not_free
 
 LOOK_S = 0.02
 
@@ -86,4 +86,5 @@ def wait_for_places(reserved: PlacementGroup) -> None:
         time.sleep(LOOK_S)
         if (now := time.monotonic()) - told > REPORT_EVERY_S:
             told = now
-            say_waiting("the places of the workers", now - began, no_room(reserved.bundle_specs))
+            missing = no_room(reserved.bundle_specs) or not_free(reserved.bundle_specs)
+            say_waiting("the places of the workers", now - began, missing)

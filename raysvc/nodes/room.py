@@ -139,6 +139,21 @@ def no_room(bundles: Sequence[Resources], selector: Selector = {}) -> str | None
     return missing
 
 
+def not_free(bundles: Sequence[Resources]) -> str | None:
+    """Says what the bundles need and others use now; None when all of it is free."""
+    import ray
+
+    free, total = ray.available_resources(), ray.cluster_resources()
+    for kind in sorted({kind for bundle in bundles for kind in bundle}):
+        need, left = _total(bundles, kind), free.get(kind, 0.0)
+        if need > left + 1e-6:
+            there = (
+                f"{_amount(left, kind, named=False)} of {_amount(total.get(kind, 0.0), kind, named=False)}"
+            )
+            return f"needs {_amount(need, kind)}, and {there} is free"
+    return None
+
+
 def refuse_what_never_fits(
     where: str,
     bundles: list[Resources],

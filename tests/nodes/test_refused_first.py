@@ -17,6 +17,7 @@ import raysvc
 from raysvc.actors import launch
 from raysvc.actors.dispatch import worker_places
 from raysvc.errors import ConfigError
+from raysvc.nodes.room import not_free
 
 COLUMNS = {"enrich": {"ref_logprobs": {}}, "trainer": {"device": "cuda"}}
 LARGE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
@@ -99,7 +100,7 @@ def test_a_wait_names_again_what_the_cluster_lacks(
         launch.wait_for(waiting, "it", 2.0, lacks=lambda: "needs 16 CPU")
     ray.cancel(waiting)
     assert len(caplog.messages) > 1
-    assert all(message.endswith("s: needs 16 CPU") for message in caplog.messages)
+    assert all(message.endswith(" s: needs 16 CPU") for message in caplog.messages)
 
     caplog.clear()
     reserved = placement_group([{"CPU": 9.0}])
@@ -111,6 +112,28 @@ def test_a_wait_names_again_what_the_cluster_lacks(
     remove_placement_group(reserved)
     thread.join(20)
     assert not thread.is_alive(), "places that were removed are not waited for"
-    assert [message.endswith("s: needs 9 CPU, the cluster has 4") for message in caplog.messages[:2]] == [
+    assert [message.endswith(" s: needs 9 CPU, the cluster has 4") for message in caplog.messages[:2]] == [
         True
     ] * 2
+
+
+def test_a_wait_speaks_of_resources_only_where_they_are_missing(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(launch, "REPORT_EVERY_S", 0.1)
+    launch.wait_for(ray.remote(num_cpus=0)(lambda: time.sleep(1.0)).remote(), "server 'x' to start")
+    assert {message.partition(" since ")[0] for message in caplog.messages} == {
+        "waiting for server 'x' to start"
+    }
+    assert not [message for message in caplog.messages if "CPU" in message]
+
+    assert not_free([{"CPU": 4.0}]) is None
+    held = placement_group([{"CPU": 3.0}])
+    ray.get(held.ready(), timeout=60)
+    until = time.monotonic() + 60
+    while not_free([{"CPU": 2.0}]) is None and time.monotonic() < until:
+        time.sleep(0.05)  # Ray tells what is free a little later
+    assert not_free([{"CPU": 2.0}]) == "needs 2 CPU, and 1 of 4 is free"
+    assert not_free([{"CPU": 1.0}]) is None
+    remove_placement_group(held)
