@@ -367,8 +367,8 @@ def attach(
         roles: role -> data-parallel size, or a `raysvc.Role` that names its columns or batches too, if several models use the
             same rows; replaces `dp_size`.
         mesh: of all processes, if every one attaches by itself and some are peers that train the same rows (tensor, context,
-            pipeline): a `raysvc.Mesh`, a torch `DeviceMesh`, or "launched" (Megatron's parallel state, else accelerate's
-            environment, else torchrun's); replaces `dp_size` and `rank`.
+            pipeline): a `raysvc.Mesh`, a torch `DeviceMesh`, torchtitan's `ParallelDims`, or "launched" (Megatron's parallel
+            state, else accelerate's environment, else torchrun's); replaces `dp_size` and `rank`.
         coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK, which counts tp first, then cp, then dp.
         columns: of `plan.columns`, that this process of a mesh gets, such as those of its pipeline stage; None: all of them.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.

@@ -183,6 +183,83 @@ def test_torchrun_alone_means_ranks_without_peers(monkeypatch: pytest.MonkeyPatc
         launched_rank()
 
 
+TITAN: list[dict[str, int]] = [
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    {"dp_shard": 2, "tp": 2, "pp": 2},
+    {"dp_shard": 1, "cp": 2, "tp": 2, "pp": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", TITAN)
+def test_the_dimensions_of_torchtitan_mean_the_places_on_its_meshes(sizes: dict[str, int]) -> None:
+    """Against its own loading mesh, and against the mesh that it shards parameters on."""
+    titan = pytest.importorskip("torchtitan.distributed.parallel_dims", reason="torchtitan is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(titan, "device_type", "cpu")
+        for rank in range(8):
+            with process_group(rank, 8):
+                every = {"dp_replicate": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, **sizes}
+                dims = titan.ParallelDims(**every, world_size=8)
+                seat = own_seat(dims, None)
+                for names in (["pp", "batch", "cp", "tp"], ["pp", "dp_replicate", "dp_shard", "cp", "tp"]):
+                    assert seat == own_seat(dims.get_optional_mesh(names, include_singleton_axes=True), None)
+                for axis, name in {"dp": "batch", "cp": "cp", "tp": "tp", "pp": "pp"}.items():
+                    own = dims.get_optional_mesh(name, include_singleton_axes=True)
+                    assert getattr(seat.coords, axis) == own.get_local_rank()
+                    assert getattr(seat.mesh, axis) == own.size()
+
+
+def test_dimensions_of_torchtitan_count_stages_slowest_and_another_launch_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dims: Any = SimpleNamespace(dp_replicate=2, dp_shard=2, cp=1, tp=2, pp=2)
+    with pytest.raises(ConfigError, match="knows neither a process group nor RANK"):
+        own_seat(dims, None)
+    monkeypatch.setenv("RANK", "13")
+    assert own_seat(dims, None).coords == MeshRank(dp=2, pp=1, cp=0, tp=1)
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    with pytest.raises(ConfigError, match=r"\(dp=4, tp=2, pp=2\) has 16 processes, and this launch has 32"):
+        own_seat(dims, None)
+    with pytest.raises(ConfigError, match="knows them"):
+        own_seat(dims, {"dp": 0})
+
+
+def test_a_mesh_whose_fsdp_may_hold_context_parallel_ranks_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with process_group(0, 8):
+        mesh = init_device_mesh("cpu", (1, 2, 4, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        with pytest.raises(ConfigError, match="give torchtitan's ParallelDims"):
+            own_seat(mesh, None)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_the_seats_of_megatrons_parallel_state_are_those_of_its_groups(order: str) -> None:
+    """Against the ranks of its own groups."""
+    state = pytest.importorskip(MEGATRON, reason="megatron-core is not installed")
+    import torch.distributed as dist
+
+    seats, groups = {}, {}
+    for rank in range(16):
+        with process_group(rank, 16):
+            state.initialize_model_parallel(
+                2, 2, context_parallel_size=2, order=order,
+                expert_tensor_parallel_size=4, create_gloo_process_groups=False,
+            )  # fmt: skip
+            seats[rank] = own_seat("launched", None)
+            names = ("data_parallel", "pipeline_model_parallel", "context_parallel", "tensor_model_parallel")
+            groups[rank] = {
+                axis: dist.get_process_group_ranks(getattr(state, f"get_{name}_group")())
+                for axis, name in zip(("dp", "pp", "cp", "tp"), names, strict=True)
+            }
+            state.destroy_model_parallel()
+    assert {seat.number for seat in seats.values()} == set(range(16))
+    for rank, of_axis in groups.items():
+        for axis, members in of_axis.items():
+            for place, member in enumerate(members):
+                assert seats[member].coords == seats[rank].coords._replace(**{axis: place})
+
+
 def test_megatron_says_its_own_coordinates_whatever_the_order_of_ranks_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,11 +4,12 @@
 2. Without coordinates the rank of the launch says them: tensor-parallel ranks are next to each other, then context, then data, as
    torchrun's users, accelerate, torchtitan and Megatron have it. They differ about pipelines, so these need coordinates.
 3. A torch `DeviceMesh` knows its dimensions and where this process stands; `_AXES` lists the names that hosts give them.
+   torchtitan's `ParallelDims` knows its sizes; its ranks are numbered as in 2, and pipeline stages vary slowest.
 4. "launched": Megatron's parallel state, else accelerate's environment, else every process is a data-parallel rank.
 
 Always true:
 - a mesh that does not have as many processes as the launch is refused, where that is known;
-- a dimension of an unknown name is refused, and named.
+- a dimension of an unknown name, or one that may hold context-parallel ranks among others, is refused, and named.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _AXES = {
         "dp",
         "ddp",
         "fsdp",
+        "batch",
         "dp_replicate",
         "dp_shard",
         "dp_shard_mod_ep",
@@ -50,7 +52,22 @@ class TorchMesh(Protocol):
     def get_coordinate(self) -> list[int] | None: ...
 
 
-AnyMesh: TypeAlias = Mesh | TorchMesh | Literal["launched"]
+class TitanDims(Protocol):
+    """A `torchtitan.distributed.ParallelDims`."""
+
+    @property
+    def dp_replicate(self) -> int: ...
+    @property
+    def dp_shard(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+
+
+AnyMesh: TypeAlias = Mesh | TorchMesh | TitanDims | Literal["launched"]
 
 
 def seat_asked_for(
@@ -89,7 +106,7 @@ def own_seat(mesh: AnyMesh, coords: Mapping[str, int] | None) -> MeshSeat:
     """The mesh of the group, and the seat of this process in it.
 
     Args:
-        mesh: a `raysvc.Mesh`, a torch `DeviceMesh`, or "launched".
+        mesh: a `raysvc.Mesh`, a torch `DeviceMesh`, torchtitan's `ParallelDims`, or "launched".
         coords: axis -> place on it, of a `raysvc.Mesh`; an axis of size 1 may be left out.
 
     Raises:
@@ -108,6 +125,8 @@ def own_seat(mesh: AnyMesh, coords: Mapping[str, int] | None) -> MeshSeat:
         seat = _of_torch(mesh)
     elif mesh == LAUNCHED:
         seat = launched_seat() or _launched_in(launched_mesh(world), rank)
+    elif hasattr(mesh, "dp_shard"):
+        seat = _of_titan(mesh, rank)
     else:
         raise ConfigError(WHERE, f"{mesh!r} is no mesh", "give a raysvc.Mesh, a DeviceMesh or 'launched'")
     if world is not None and world != seat.mesh.size:
@@ -131,10 +150,23 @@ def _checked(mesh: Mesh, coords: Mapping[str, int]) -> MeshRank:
     return MeshRank(**own)
 
 
-def _launched_in(mesh: Mesh, rank: int | None) -> MeshSeat:
+def _known(rank: int | None) -> int:
     if rank is None:
         what = "are missing, and this process knows neither a process group nor RANK"
         raise ConfigError(COORDS, what, "give them, axis -> place of this process")
+    return rank
+
+
+def _of_titan(dims: Any, rank: int | None) -> MeshSeat:
+    mesh = Mesh(dims.dp_replicate * dims.dp_shard, dims.tp, dims.pp, dims.cp)
+    rest, tp = divmod(_known(rank), mesh.tp)
+    rest, cp = divmod(rest, mesh.cp)
+    pp, dp = divmod(rest, mesh.dp)
+    return MeshSeat(mesh, mesh.index(MeshRank(dp, pp, cp, tp)))
+
+
+def _launched_in(mesh: Mesh, rank: int | None) -> MeshSeat:
+    rank = _known(rank)
     if mesh.pp > 1 and mesh.dp > 1:
         what = "are missing, and hosts order pipeline stages and data-parallel ranks differently"
         raise ConfigError(COORDS, what, "give them, axis -> place of this process, or a DeviceMesh")
@@ -148,6 +180,9 @@ def _of_torch(mesh: Any) -> MeshSeat:
     if unknown or not names:
         what = f"has a dimension {unknown[0]!r}" if unknown else "names no dimension"
         raise ConfigError(WHERE, what, f"name each one of {', '.join(axis_of)}")
+    if {"dp_replicate", "fsdp"} <= set(names):
+        what = "has a dimension 'fsdp', where torchtitan puts context-parallel ranks too"
+        raise ConfigError(WHERE, what, "give torchtitan's ParallelDims")
     if place is None:
         raise ConfigError(WHERE, "does not hold this process", "give the mesh of all processes that train")
     sizes, own = dict.fromkeys(MeshRank._fields, 1), dict.fromkeys(MeshRank._fields, 0)
