@@ -9,7 +9,7 @@ Always true:
 - what is known lies in the state of every checkpoint, so a run that was killed decides as one that was not;
 - evals stop a run where HF's EarlyStoppingCallback stops it;
 - a value that is not a number is neither the best nor progress;
-- with another eval, other rows of it or another metric in the job, nothing is known.
+- with another eval, other rows of it or another metric in the job, nothing is known; a run that is over refuses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
     from raysvc.job.config import KeepBest, TrainerConfig
@@ -150,6 +150,22 @@ def best_of_state(state: Mapping[str, Any]) -> int | None:
     """Steps of the best model that a checkpoint's state names; None where it names none."""
     best = state.get("evals", {}).get("best")
     return None if best is None or best["value"] is None else int(best["steps"])
+
+
+def refuse_another_best(trainer: TrainerConfig, state: Mapping[str, Any], run_dir: str) -> None:
+    """Refuse a `trainer.keep_best` that a run which is over did not have: no eval would run for it.
+
+    Raises:
+        StateMismatch: it had another one, or none, or the job has none any more.
+    """
+    had, keep = state.get("evals", {}).get("best"), trainer.keep_best
+    was = had and (had["eval"], had["metric"])
+    now = keep and (keep.eval, keep.metric)
+    if was != now:
+        of_was, of_now = (" of ".join(reversed(one)) if one else "not given" for one in (was, now))
+        what = f"is the folder of a run that is over: its trainer.keep_best was {of_was}, and is {of_now} now"
+        remedy = "leave it as it was; raysvc export RUN --step N makes the model of a checkpoint; another trainer.run_dir trains again"
+        raise StateMismatch(run_dir, what, remedy)
 
 
 def _value(told: Mapping[str, Mapping[str, Any]], of: LowestMetric, key: str) -> float:

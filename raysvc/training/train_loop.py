@@ -19,7 +19,7 @@ from raysvc.builds.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import FolderLost, LeaseHeld, StateMismatch, TokenizerError
-from raysvc.evals.eval_decisions import EvalDecisions
+from raysvc.evals.eval_decisions import EvalDecisions, refuse_another_best
 from raysvc.evals.eval_entries import keys_of_evals
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
@@ -75,6 +75,8 @@ def run_job(
         entry, build = _entry_beside_ray(job, address, progress, step, ray_there)
     with building(build), folder.held():
         _refuse_if_trained_meanwhile(folder, checkpoint)
+        if checkpoint is not None and ray_there is None:
+            refuse_another_best(job.trainer, checkpoint.state, str(folder.path))
         claim(
             folder.path,
             identity_of(job, entry),

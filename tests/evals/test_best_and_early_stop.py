@@ -21,6 +21,7 @@ from raysvc.job.job_file import load_job
 from raysvc.training import train_loop
 from raysvc.training.export import export
 from raysvc.training.run_folder import RunFolder
+from raysvc.training.run_job import job_of_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,6 +71,13 @@ def test_a_run_stops_early_leaves_the_best_model_and_does_not_go_on_unless_it_is
     again = raysvc.train(job, progress=ticks.append)
     assert ticks[-1].facts == {"already": "stopped early"}
     assert (again["steps"], again["stopped_early"]) == (4, summary["stopped_early"])
+
+    for keep in ({"eval": "held", "metric": "bits_per_byte"}, None):
+        with pytest.raises(
+            StateMismatch, match=r"keep_best was loss of held, and is (bits_per_byte of held|not given) now"
+        ):
+            raysvc.train(job, trainer={"keep_best": keep})
+    assert job_of_run(run).trainer.keep_best == load_job(job).trainer.keep_best
 
     told = {}
     for options, step in ([], 2), (["--step", "2"], 2), (["--step", "4"], 4):
