@@ -12,9 +12,11 @@ import logging
 import math
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 from raysvc.errors import AddressError
@@ -23,6 +25,7 @@ from raysvc.nodes import own_rays
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 RETRIES = r"Task MapWorker.* retries remaining"  # of Ray Data's workers; what else is repeated in the process is shown
+KNOCK_EVERY_S, KNOCKS = 1.0, 2  # a cluster that does not answer so many times has ended
 START_ENDS_S = 15.0  # of a local Ray, where a process wants to end meanwhile
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 _started: list[str] = []  # addresses of the local Rays that this process has started
@@ -163,17 +166,51 @@ def _join(address: str) -> None:
 
 def _refuse_where_nobody_listens(address: str) -> None:
     """Ray itself tries for minutes, and says so in log lines of its own."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if not colon or not port.isdigit():
+    if not address.rpartition(":")[2].isdigit():
         return  # "auto" and other names that Ray looks up
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        _knock(address)
     except (OSError, OverflowError) as error:
         what = f"nothing listens there ({getattr(error, 'strerror', None) or error})"
         remedy = (
             "give host:port as `ray start --head` prints it, or ray://host:10001 from outside the cluster"
         )
         raise AddressError(f"--address {address}", what, remedy) from None
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+
+
+@contextmanager
+def ending_with(address: str, code: int = 0) -> Iterator[None]:
+    """Within it this process ends soon after the cluster at an address: a call to one that is gone waits a minute, and cannot be interrupted.
+
+    Args:
+        code: exit code of the process then.
+    """
+    left = threading.Event()
+
+    def watch() -> None:
+        failed = 0
+        while failed < KNOCKS:
+            if left.wait(KNOCK_EVERY_S):
+                return
+            try:
+                _knock(address)
+                failed = 0
+            except OSError:
+                failed += 1
+        show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # which a live table hides
+        os.write(2, f"{show_cursor}the cluster at {address} has ended\n".encode())
+        os._exit(code)
+
+    threading.Thread(target=watch, name="raysvc-cluster-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def node_for(placement: str, data: str, trainer_node: Callable[[], str] | None = None) -> str | None:

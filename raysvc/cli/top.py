@@ -34,24 +34,27 @@ def top(
     port: Port = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the servers of a cluster, live.
+    """Watch the servers of a cluster, live, until it ends.
 
     Trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease and node of each.
 
     Example: raysvc top --address auto --interval 5
     """
+    from raysvc.cluster import ending_with
     from raysvc.inspect.servers import join_cluster
 
     join_cluster(address)
-    if web:
-        _serve(port)
-        return
-    if as_json:
-        *_, (_, last) = _looks(interval, count or 2)
-        emit({"servers": [asdict(line) for line in last]})
-        return
-    with suppress(KeyboardInterrupt):  # how one leaves it
-        _show(interval, count)
+    import ray  # not before: it reads how to sign in when it is imported
+
+    with ending_with(ray.get_runtime_context().gcs_address, code=1 if as_json else 0):
+        if web:
+            _serve(port)
+        elif as_json:
+            *_, (_, last) = _looks(interval, count or 2)
+            emit({"servers": [asdict(line) for line in last]})
+        else:
+            with suppress(KeyboardInterrupt):  # how one leaves it
+                _show(interval, count)
 
 
 def _serve(port: int) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +76,8 @@ def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("raysvc.cli.top._looks", looks)
     monkeypatch.setattr("raysvc.inspect.servers.join_cluster", lambda address: None)
+    monkeypatch.setattr("raysvc.cluster.ending_with", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     result = CliRunner().invoke(app, ["top"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "server=a state=silent\n", "")
 
@@ -217,3 +223,28 @@ def eventually(look: Callable[[], dict[str, Any]], good: Callable[[dict[str, Any
         assert time.monotonic() < until, found
         time.sleep(0.2)
     return found
+
+
+@pytest.mark.parametrize("kind", [(), ("--web",), ("--json", "--count", "2")])
+def test_it_ends_with_its_cluster_in_one_line(kind: tuple[str, ...]) -> None:
+    """Ray would wait for a minute and end the process by a signal; the cluster is a port that is closed here."""
+    script = f"""
+import sys, threading, types
+from raysvc.inspect import servers
+hangs = lambda *_: threading.Event().wait()
+context = types.SimpleNamespace(gcs_address=sys.argv[1])
+def join(address):
+    assert "ray" not in sys.modules, "it would not sign in as the cluster asks for it"
+    sys.modules["ray"] = types.SimpleNamespace(get_runtime_context=lambda: context, nodes=hangs, is_initialized=lambda: False)
+servers.join_cluster = join
+from raysvc.cli.top import top
+top(address=None, interval=1.0, count=None, web={"--web" in kind}, port=0, as_json={"--json" in kind})
+"""
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        command = [sys.executable, "-c", script, address]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        cluster.accept()[0].close()
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == ("--json" in kind, f"the cluster at {address} has ended\n")
+    assert out.startswith("http://") if kind == ("--web",) else out == ""
