@@ -11,7 +11,7 @@ class Tick:
     """Says how far a phase is.
 
     Attributes:
-        phase: tokenize, enrich, start, train.
+        phase: tokenize, enrich, start, resume, train.
         done, total: in `unit`; total is None when it is not known.
         facts: short figures to show beside, name -> value.
         final: the phase is over.

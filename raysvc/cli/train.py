@@ -51,8 +51,9 @@ def train(
         return
     try:
         with View() as view:
-            where = f" --address {address}" if address else ""
-            view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}; logs: {job.run_dir}")
+            where, run = f" --address {address}" if address else "", shlex.quote(job.run_dir)
+            view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}")
+            view.say(f"look at it, also while it runs: raysvc report {run}; raysvc show {run} --step 0")
             summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
     except WorkerFailed as error:
         again = shlex.join(["raysvc", *sys.argv[1:]])
@@ -101,7 +102,7 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
 
 def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps, begin = summary["steps"], summary["resumed_from"]
-    goes_on = f", the last {steps - begin:,} of them now" if begin else ""
+    goes_on = f", of which {steps - begin:,} now: resumed from the checkpoint of {begin:,}" if begin else ""
     yield (
         "trained",
         (

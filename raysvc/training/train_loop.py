@@ -220,13 +220,20 @@ class _Run:
                 stop_server(job.server.name)
 
     def _train(self, client: BatchClient, group: WorkerGroup, setup: Setup) -> dict[str, Any]:
+        import ray
+
         if self.checkpoint is not None:
             client.load_state_dict(self.checkpoint.state["data"])
         else:
             client.rewind(0)
         group.wait_for_setup(setup)
-        self.progress(Tick("start", 0, None, "", final=True))
+        where = {"cluster": ray.get_runtime_context().gcs_address}
+        self.progress(Tick("start", 0, None, "", where, final=True))
         if self.checkpoint is not None:
+            found = {"checkpoint": self.checkpoint.folder.name}
+            self.progress(
+                Tick("resume", self.checkpoint.step, None, "steps trained before", found, final=True)
+            )
             group.load_checkpoint(str(self.checkpoint.folder))
             self._forget_other_evals(self.checkpoint.state)
         else:

@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = lines(capsys, resumed_from=20, model=None, left_out={}, evals={})
-    assert told["trained"].endswith("in 25 steps, the last 5 of them now")
+    assert told["trained"].endswith("in 25 steps, of which 5 now: resumed from the checkpoint of 20")
     assert told["left out"] == "not known yet: the build goes on"
     assert "model" not in told
     nothing = {"dropped": {}, "quarantined": {}, "truncated": 0, "example": None}

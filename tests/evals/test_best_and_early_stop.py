@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
+from raysvc.cli.view import plain
 from raysvc.errors import StateMismatch
 from raysvc.job.job_file import load_job
 from raysvc.training import train_loop
@@ -93,9 +94,13 @@ def test_a_run_stops_early_leaves_the_best_model_and_does_not_go_on_unless_it_is
     ):
         raysvc.train(job, trainer={"stop_after": {"eval": "held", "patience": 2}})
     longer = raysvc.train(
-        job, trainer={"stop_after": {"eval": "held", "patience": 2}, "resume": "changed", "max_steps": 6}
+        job,
+        progress=ticks.append,
+        trainer={"stop_after": {"eval": "held", "patience": 2}, "resume": "changed", "max_steps": 6},
     )
     assert (longer["steps"], longer["resumed_from"]) == (6, 4)
+    (resumed,) = [tick for tick in ticks if tick.phase == "resume"]
+    assert plain(resumed).startswith("[resume] 4 steps trained before checkpoint=step-00000004.")
     best = min(line["loss"] for line in RunFolder(run).lines(run / "evals.jsonl"))
     assert longer["best"]["value"] == best
 
