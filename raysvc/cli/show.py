@@ -131,13 +131,19 @@ def _id_of(row: str) -> int:
 
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
+    from raysvc.errors import PlanError
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
     from raysvc.row_ids import written
 
     with View() as view:
         entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
-    values = entry.row(row)
+    try:
+        values = entry.row(row)
+    except PlanError as error:
+        raise PlanError(
+            error.where, f"{error.what}; the entry has {entry.num_rows:,}", error.remedy
+        ) from None
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     carried = columns_of_row(values)
     number, (turn,) = values["source_row"], entry.turns([row])

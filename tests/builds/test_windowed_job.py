@@ -137,7 +137,7 @@ def test_plan_show_and_replay_speak_of_the_same_rows(tmp_path: Path, sample: dic
         assert one["turn"] == list(entry.turns([row])[0] or ())
     wrong = runner.invoke(app, ["show", "-c", str(path), "--row", str(99 << 32)])
     assert wrong.exit_code == 2
-    assert "there is no row 0:99:0" in wrong.stderr
+    assert f"there is no row 0:99:0; the entry has {entry.num_rows:,}; " in wrong.stderr
 
 
 def test_a_number_that_no_row_can_have_is_refused(tmp_path: Path, sample: dict[str, str]) -> None:
