@@ -115,9 +115,23 @@ def leave() -> None:
         if ray.get_runtime_context().gcs_address not in _started:
             return
         own_rays.forget()
+        _started.clear()
         ray.shutdown()
     finally:
         _connecting.release()
+
+
+def was_ended() -> bool:
+    """Returns whether the local Ray of this process was ended by somebody else: nothing listens where its head did."""
+    for address in list(_started):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            return address in _started
+        except OSError:  # it is late
+            continue
+    return False
 
 
 def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]:

@@ -3,6 +3,8 @@
 Always true:
 - the first one asks a loop that listens to stop after its step; where none listens it is a KeyboardInterrupt;
 - SIGTERM means this to a loop that listens; elsewhere it ends the process, as ever;
+- where it went to the whole process group, and so to the local Ray, a loop that listens cannot end its step: the process ends at
+  once, and what is after the last checkpoint is trained once more;
 - while a module is imported it ends the process: libraries swallow the exception, or turn it into one of theirs;
 - the second one ends the process, whatever it is doing; what was saved stays saved.
 """
@@ -12,9 +14,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+LOOK_S = 0.5
 
 
 class _State:
@@ -70,6 +75,17 @@ def _pressed(number: int, frame: FrameType | None) -> None:
     if not _state.listening:
         raise KeyboardInterrupt
     os.write(2, b"\nstopping after this step, with everything saved; once more leaves at once\n")
+    threading.Thread(target=_leave_with_ray, name="raysvc-leave", daemon=True).start()
+
+
+def _leave_with_ray() -> None:
+    """End the process when its local Ray is gone, which Ray itself would wait a minute for."""
+    from raysvc.cluster import was_ended
+
+    while not was_ended():
+        time.sleep(LOOK_S)
+    os.write(2, b"interrupted: Ray was ended too; the same command goes on from the last checkpoint\n")
+    os._exit(exit_code())
 
 
 def _importing(frame: FrameType | None) -> bool:

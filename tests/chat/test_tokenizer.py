@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -240,12 +241,14 @@ def test_a_template_of_the_tokenizer_is_chosen_by_its_name(tokenizer_folder: Any
     [
         "{{ ['a', 'b'] | random }}",
         "{% if m.content == 'no' %}{{ lipsum() }}{% endif %}",
-        "{{ cycler('a', 'b') }}",  # shows where it lies
+        "{{ cycler('a', 'b') }}",  # shows where it lies, which may be the same place again
     ],
 )
 def test_a_template_that_writes_another_text_each_time_is_refused_in_words(
-    drawn: str, tokenizer_folder: Any
+    drawn: str, tokenizer_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    places = itertools.count()
+    monkeypatch.setattr("jinja2.utils.Cycler.__repr__", lambda self: f"<at {next(places)}>")
     text = f"{{% for m in messages %}}{drawn}{{{{ m.content + '<|im_end|>' }}}}{{% endfor %}}"
     config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=text)
     with pytest.raises(TokenizerError, match="another text each time"):

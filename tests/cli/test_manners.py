@@ -282,6 +282,30 @@ def test_ctrl_c_in_an_import_ends_the_command_quietly(tmp_path: Path) -> None:
         assert (process.returncode, out, err.strip()) == (130, "", "interrupted")
 
 
+ENDED = f"""{WOKEN}
+import os, signal, socket, time
+from raysvc import cluster
+from raysvc.cli import interrupt
+head = socket.create_server(("127.0.0.1", 0))
+cluster._started.append("127.0.0.1:%d" % head.getsockname()[1])
+with interrupt.twice():
+    assert not interrupt.asked_to_stop()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupt.asked_to_stop() and not cluster.was_ended()
+    print("asked", flush=True)
+    head.close()
+    while True:
+        time.sleep(0.05)
+"""
+
+
+def test_a_run_whose_local_ray_got_the_same_sigterm_ends_in_a_line() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (143, "asked\n"), done.stderr
+    said = "interrupted: Ray was ended too; the same command goes on from the last checkpoint"
+    assert done.stderr.splitlines()[-1] == said
+
+
 def test_the_version_is_said() -> None:
     import raysvc
 
