@@ -16,7 +16,6 @@ def state_of(
     *,
     gone: Container[Key],
     dropped: Container[Key],
-    forgotten: Container[Key],
 ) -> PromptState:
     """Say where a prompt stands.
 
@@ -24,15 +23,14 @@ def state_of(
         frontier: steps below are committed.
         gone: groups in no step that will never be in one.
         dropped: those of them that a filter threw away.
-        forgotten: groups whose files were removed.
     """
+    if (lost := _lost(pool, key, gone, dropped)) is not None:
+        return PromptState(lost)
     uid, version, step = key[0], pool.versions.get(key), pool.step_of.get(key)
     owner = pool.reserved.get(uid) if version is None else pool.owners.get(key)
     held_s = now_s - pool.since.get(uid, now_s)
     if version is None:
         return PromptState("unknown") if owner is None else PromptState("reserved", owner, held_s)
-    if (lost := _lost(pool, key, gone, dropped, forgotten)) is not None:
-        return PromptState(lost)
     if key in pool.waiting:
         return PromptState("open" if owner else "waiting", owner, held_s, None, version)
     if step is not None:
@@ -40,12 +38,10 @@ def state_of(
     return PromptState("ready", None, None, None, version)
 
 
-def _lost(
-    pool: Pool, key: Key, gone: Container[Key], dropped: Container[Key], forgotten: Container[Key]
-) -> str | None:
+def _lost(pool: Pool, key: Key, gone: Container[Key], dropped: Container[Key]) -> str | None:
     if key in pool.quarantined:
         return "quarantined"
-    if key in forgotten:
+    if key in pool.forgotten:
         return "forgotten"
     if key in gone:
         return "dropped" if key in dropped else "evicted"

@@ -49,7 +49,6 @@ class RestoredGroups:
     Attributes:
         groups: rows of each group.
         num_rows: sequences that were ever put.
-        forgotten: groups that are removed.
         dropped: groups that a filter threw away.
         gone: groups in no step that will never be in one.
         closed: groups that were closed by a call of its own.
@@ -61,7 +60,6 @@ class RestoredGroups:
 
     groups: dict[Key, GroupRows] = field(default_factory=dict)
     num_rows: int = 0
-    forgotten: set[Key] = field(default_factory=set)
     dropped: set[Key] = field(default_factory=set)
     gone: set[Key] = field(default_factory=set)
     closed: set[Key] = field(default_factory=set)
@@ -147,7 +145,7 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
     """Read everything back, into an empty pool and an empty schema."""
     spool.begin()
     forgotten = spool.forgotten()
-    found = RestoredGroups(forgotten=set(forgotten.groups), book=book)
+    found = RestoredGroups(book=book)
     snapshot: str | None = None
     names = {name: folder for folder, name in spool.history()}
     for name in sorted({*names, *forgotten.tables}):
@@ -167,18 +165,18 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: 
         log.warning(
             "GONE FROM %s: %s; restore it, or the server goes on without what it said", spool.url, gap
         )
-    pool.versions.update(forgotten.groups)
+    pool.forgotten.add(forgotten.groups)
     pool.trained_before = forgotten.trained
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
     steps, trained_from = spool.steps()
-    pool.load(steps, forgotten.kept_from, found.forgotten | found.gone, trained_from)
+    pool.load(steps, forgotten.kept_from, found.gone, trained_from)
     # also groups whose rows are lost came: they are under way no more
     for uid, attempt in pool.step_of:
         if (uid in book.out or uid in book.back) and book.attempts.get(uid, 0) == attempt:
             book.put(uid)
             pool.release([uid])
-    for uid, attempt in sorted(found.held - pool.versions.keys()):
+    for uid, attempt in sorted(key for key in found.held if not pool.is_known(key)):
         log.warning("rows are gone group=%s#%d", uid, attempt)
         is_out = uid in book.out or uid in book.back or uid in book.lost
         if book.stream and not is_out and book.attempts.get(uid, 0) == attempt:

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from raysvc.actors.rollouts.forgotten_keys import Key
 from raysvc.actors.rollouts.group_gaps import Counts, gaps
 from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.local.named_digest import named, read_named
@@ -41,7 +42,6 @@ from raysvc.cache.store.store import Data
 from raysvc.errors import StoreError
 
 log = logging.getLogger(__name__)
-Key = tuple[str, int]
 Folder = Literal["groups", "columns", "events"]
 Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")

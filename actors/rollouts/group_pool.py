@@ -24,10 +24,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from raysvc.actors.rollouts.forgotten_keys import ForgottenKeys
+from raysvc.actors.rollouts.forgotten_keys import Key as Key
+
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import OnStale
 
-Key = tuple[str, int]
 OnBadGroup = Literal["fill", "shrink"]
 FOREVER_S = float("inf")
 
@@ -76,7 +78,7 @@ class Pool:
         ready: complete and not planned, in the order in which they became so.
         waiting: known and not complete; key -> version.
         steps: step -> its groups.
-        versions: of every key that was ever put.
+        versions: of every key that was put and is not forgotten.
         reserved: uid -> the producer that is working on it.
         leases: producer -> until when its reservations and open groups hold.
         owners: open group -> its producer.
@@ -86,6 +88,7 @@ class Pool:
         stale: puts that were refused because they were too old when they came, since the server started.
         quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
+        forgotten: groups that went with them, for good.
         trained_before: groups that they trained.
         on_stale: what is done about groups that get too old; with `train` nothing: `max_staleness` bounds what may be started, alone.
         trained_from: group of a formed step -> the oldest weight version whose sequences are trained, where others are withheld; as it was
@@ -113,6 +116,7 @@ class Pool:
     stale: int = 0
     quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
+    forgotten: ForgottenKeys = field(default_factory=ForgottenKeys)
     trained_before: int = 0
     on_stale: OnStale = "drop"
     trained_from: dict[Key, int] = field(default_factory=dict)
@@ -146,10 +150,19 @@ class Pool:
         """Whether a group is as old as its newest sequence: of those that are trained, the sequences that are too old are withheld."""
         return self.on_stale == "withhold"
 
+    @property
+    def has_begun(self) -> bool:
+        """Tells whether a group was ever put."""
+        return bool(self.versions or self.forgotten)
+
+    def is_known(self, key: Key) -> bool:
+        """Tells whether this group was ever put."""
+        return key in self.versions or key in self.forgotten
+
     def load(
         self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key], trained_from: Mapping[Key, int]
     ) -> None:
-        """Take the memberships of an earlier process, and what it withheld; `gone` never gets ready again."""
+        """Take the memberships of an earlier process, and what it withheld; `gone`, and what is forgotten, never gets ready again."""
         self.kept_from = max(self.kept_from, kept_from)
         self.steps = {step: keys for step, keys in steps.items() if step >= self.kept_from}
         self.step_of = {key: step for step, keys in self.steps.items() for key in keys}
@@ -159,6 +172,9 @@ class Pool:
         through = gone.union(*self.steps.values())
         for key in through:  # also one whose rows are lost: putting it again would train it twice
             self.versions.setdefault(key, self.newest)
+        for key in [key for key in self.versions if key in self.forgotten]:  # of files that other groups need
+            through.add(key)
+            del self.versions[key]
         self.ready = [group for group in self.ready if group.key not in through]
         self.waiting = {key: version for key, version in self.waiting.items() if key not in through}
         self.owners = {key: owner for key, owner in self.owners.items() if key in self.waiting}
@@ -167,7 +183,7 @@ class Pool:
         """Add a group; False when it was put before. One that is not complete waits; with an `owner` it is open."""
         self.reserved.pop(group.key[0], None)
         self.granted.pop(group.key[0], None)
-        if group.key in self.versions:
+        if self.is_known(group.key):
             return False
         self.versions[group.key] = group.version
         if complete:
@@ -260,7 +276,7 @@ class Pool:
         for step in range(max(frontier, self.kept_from), self._top + 1):
             self._refuse_too_old(step, version + step - frontier, version)
         steps = max(1, frontier - self.version_step)
-        started = bool(self.versions or self.steps)
+        started = self.has_begun or bool(self.steps)
         if self.max_staleness is not None and started and version - self.version > steps:
             raise ValueError(f"{version} is more than {steps} above {self.version}")
         self.told.append((frontier, version))
@@ -350,18 +366,19 @@ class Pool:
         """Counts the groups that the steps below `step` trained, those that were forgotten included."""
         return self.trained_before + sum(key not in self.quarantined for key in self.groups_below(step))
 
-    def forget_below(self, step: int) -> None:
-        """Let go of the steps below `step`."""
+    def forget_below(self, step: int, gone: Collection[Key]) -> None:
+        """Let go of the steps below `step`, and of the groups of `gone`."""
         old = [number for number in range(self.kept_from, step) if number in self.steps]
         self.trained_before = self.trained_below(step)
         self.kept_from = max(self.kept_from, step)
         base = max((number for number, (at, _) in enumerate(self.told) if at <= self.kept_from), default=0)
         self.told = self.told[base:]
-        forgotten = [key for number in old for key in self.steps.pop(number)]
-        self._planned_ever -= len(forgotten)
-        for key in forgotten:
+        self._planned_ever -= sum(len(self.steps.pop(number)) for number in old)
+        for key in gone:
+            del self.versions[key]
             self.step_of.pop(key, None)
             self.trained_from.pop(key, None)
+        self.forgotten.add(gone)
 
     def planned(self, frontier: int) -> int:
         """Groups of steps that are formed and not committed; a slot that waits for another group is room for it."""
@@ -402,7 +419,7 @@ class Pool:
         room = self.capacity(frontier)
         verdicts: dict[str, str] = {}
         for uid in dict.fromkeys(uids):
-            if (uid, attempt) in self.versions:
+            if self.is_known((uid, attempt)):
                 verdicts[uid] = "known"
             elif uid in self.reserved:
                 verdicts[uid] = "granted" if self.reserved[uid] == owner else "taken"

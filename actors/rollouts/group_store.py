@@ -84,7 +84,6 @@ class GroupStore:
         restored: RestoredGroups = restore(spool, pool, schema, self._tables, self.desk.book)
         self._groups: dict[Key, GroupRows] = restored.groups
         self.num_rows = restored.num_rows
-        self.forgotten: set[Key] = restored.forgotten
         self.dropped: set[Key] = restored.dropped
         self._gone: set[Key] = restored.gone  # in no step, and never will be
         self._closed: set[Key] = restored.closed  # closed by a call of its own, not by their last rows
@@ -133,11 +132,11 @@ class GroupStore:
                     span.key: range(span.first, span.first + span.stop - span.start)
                     for span in (*kept, *refused)
                 }
-                refuse_lines(self._groups, self.pool.versions, late, coming)
+                refuse_lines(self._groups, self.pool.is_known, late, coming)
             if spans:
                 self.schema.fix(admitted)
             self.pool.stale += len(stale)
-            new = sum(span.key not in self.pool.versions for span in kept)
+            new = sum(not self.pool.is_known(span.key) for span in kept)
             if kept:
                 self._keep(table, kept, owner)
             if late is not None and (fresh := fresh_lines(self._groups, late)):
@@ -160,7 +159,7 @@ class GroupStore:
         """
         table = self.schema.admit_late(table)
         with self._call():
-            refuse_lines(self._groups, self.pool.versions, table, coming={})
+            refuse_lines(self._groups, self.pool.is_known, table, coming={})
             self.schema.fix_late(table)
             fresh = fresh_lines(self._groups, table)
             if fresh:
@@ -378,7 +377,7 @@ class GroupStore:
                 files = self._files_through(step)
                 gone = {*self.pool.groups_below(step)}
                 gone |= {key for key, rows in self._groups.items() if _in(rows, files)}
-                gone -= self.forgotten
+                gone = {key for key in gone if key not in self.pool.forgotten}
                 versions = {key: self.pool.versions[key] for key in sorted(gone)}
                 # what is said of the groups that go is not read from their files any more
                 ticket = self._history.snapshot() if is_new else self._history.last
@@ -388,7 +387,7 @@ class GroupStore:
                 what = ForgottenGroups(step, versions, files, self.pool.trained_below(step))
                 self._spool.forget(what)  # nothing is forgotten before it is on disk
                 with self.changed:
-                    self.pool.forget_below(step)
+                    self.pool.forget_below(step, gone)
                     self._forget(gone, files)
             return self._spool.remove_forgotten(what)
 
@@ -424,11 +423,10 @@ class GroupStore:
             self._now_s(),
             gone=self._gone,
             dropped=self.dropped,
-            forgotten=self.forgotten,
         )
 
     def _verdict(self, span: GroupSpan, frontier: int) -> str:
-        if span.key in self.pool.versions:
+        if self.pool.is_known(span.key):
             return verdict(self._state(span.key, frontier))
         if self.desk.refuses(span.key):
             return "superseded"
@@ -573,7 +571,6 @@ class GroupStore:
         return rows
 
     def _forget(self, gone: set[Key], files: Mapping[str, int]) -> None:
-        self.forgotten |= gone
         self.dropped -= gone
         self._gone -= gone
         self._closed -= gone

@@ -7,12 +7,12 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.rollouts.group_log import Key
+from raysvc.actors.rollouts.forgotten_keys import Key
 from raysvc.actors.rollouts.group_rows import Chunk, GroupRows
 from raysvc.errors import SourceError
 
@@ -25,12 +25,15 @@ def late_names(table: pa.Table) -> list[str]:
 
 
 def refuse_lines(
-    groups: Mapping[Key, GroupRows], known: Container[Key], table: pa.Table, coming: Mapping[Key, range]
+    groups: Mapping[Key, GroupRows],
+    is_known: Callable[[Key], bool],
+    table: pa.Table,
+    coming: Mapping[Key, range],
 ) -> None:
     """Refuse lines of what is not there.
 
     Args:
-        known: every group that was ever put; one that has no rows any more was trained and forgotten.
+        is_known: whether a group was ever put; one that has no rows any more was trained and forgotten.
         coming: rows that the same put brings.
 
     Raises:
@@ -43,7 +46,7 @@ def refuse_lines(
         if row in coming.get((uid, attempt), ()):
             continue
         if group is None:
-            if (uid, attempt) in known:
+            if is_known((uid, attempt)):
                 continue
             raise SourceError(f"group {uid!r}", f"was never put (attempt {attempt})", "put its rows first")
         if not 0 <= row < group.num_rows:

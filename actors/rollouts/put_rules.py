@@ -21,7 +21,7 @@ from raysvc.rl.schema import GroupSpan
 
 def is_full(pool: Pool, spans: Sequence[GroupSpan], frontier: int) -> bool:
     """Tells whether there is no room for a new group of these that was not reserved."""
-    new = [span for span in spans if span.key not in pool.versions]
+    new = [span for span in spans if not pool.is_known(span.key)]
     return pool.capacity(frontier) == 0 and any(s.key[0] not in pool.reserved for s in new)
 
 
@@ -33,7 +33,7 @@ def refuse(pool: Pool, groups: Mapping[Key, GroupRows], spans: Sequence[GroupSpa
     """
     for span in spans:
         where, group = f"group {span.key[0]!r}", groups.get(span.key)
-        if span.key in pool.versions and (group is None or group.closed):
+        if pool.is_known(span.key) and (group is None or group.closed):
             continue
         known = group.num_rows if group else 0
         if span.first > known:
@@ -52,7 +52,7 @@ def unknown_part(
         versions_N: weight versions of the N rows of the table.
     """
     group = groups.get(span.key)
-    if span.key not in pool.versions:
+    if not pool.is_known(span.key):
         return span
     if group is None or group.closed or span.key not in pool.waiting:
         return None

@@ -64,7 +64,7 @@ class PromptDesk:
             ConfigError: prompts of another stream were handed out before, or producers brought their own.
         """
         mine = "" if self._rules is None else self._rules.source.identity
-        if mine and not self.book.stream and (self._pool.versions or self._pool.reserved):
+        if mine and not self.book.stream and (self._pool.has_begun or self._pool.reserved):
             what = "are given, and producers brought prompts of their own to this run folder"
             raise ConfigError("serve_rollouts(prompts)", what, "take another run_dir")
         if self.book.stream not in ("", mine):
@@ -104,7 +104,7 @@ class PromptDesk:
         newest = self.book.attempts.get(uid, 0)
         if uid in self.book.out or uid in self.book.back:
             return attempt != newest
-        if uid in self.book.lost or (uid, newest) in self._pool.versions:
+        if uid in self.book.lost or self._pool.is_known((uid, newest)):
             return True
         what = "is no prompt that this server handed out"
         raise SourceError(f"group {uid!r}", what, "put groups of producer.prompts()")
