@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import make_entry, quiet_ray, show
 
 MEASURED = 10  # times in each part
+GROUPS = 32  # of rollouts in a step
 RAYS = {"gcs_server": "GCS", "raylet": "raylet", "dashboard": "dashboard"}
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     quiet_ray()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        uri = make_entry(path / "cache", 6400, 300)
+        uri = make_entry(path / "cache", 1600, 30)
         for name, part in (
             ("steps", steps),
             ("attaches", attaches),
@@ -47,7 +48,10 @@ def main() -> None:
         ):
             count = getattr(options, name)
             if count:
-                rows = list(part(path / name, uri, count))
+                rows = []
+                for row in part(path / name, uri, count):
+                    print(name, row, file=sys.stderr, flush=True)
+                    rows.append(row)
                 show(f"Soak: {count} {name}", [*rows, growth(rows)])
 
 
@@ -98,7 +102,7 @@ def servers(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def groups(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
-    """Groups of rollouts, eight a step, forgotten once they are trained."""
+    """Groups of rollouts, forgotten once they are trained."""
     import raysvc
     from raysvc.actors.launch import stop_server
     from raysvc.client.batch_client import attach
@@ -107,21 +111,21 @@ def groups(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
         "rollouts",
         run_dir=str(folder),
         pad_token_id=0,
-        plan={"batch_size": 8},
+        plan={"batch_size": GROUPS},
         max_staleness=None,
         num_cpus=0,
     )
     producer = raysvc.rollouts("rollouts")
     with attach("rollouts", dp_size=1) as client:
         fill(producer, 0)
-        for number, step in enumerate(client.steps(stop=count // 8)):
+        for number, step in enumerate(client.steps(stop=count // GROUPS)):
             client.commit(step.index)
             del step
             fill(producer, number + 1)
             if (number + 1) % 10 == 0:
                 client.forget_below(number)
-            if due(8 * (number + 1), count):
-                yield figures(8 * (number + 1), folder)
+            if due(GROUPS * (number + 1), count, GROUPS):
+                yield figures(GROUPS * (number + 1), folder)
     stop_server("rollouts")
 
 
@@ -129,9 +133,9 @@ def fill(producer: Any, step: int) -> None:
     """Put the groups of two steps at the beginning, and of one more after each step."""
     import raysvc
 
-    for number in range(0 if step == 0 else 8 * (step + 1), 8 * (step + 2)):
-        rows = [[number % 999 + 1, *range(1, 60)]] * 4
-        producer.put_groups(raysvc.Group(f"g{number}", rows, [[0] + [1] * 59] * 4))
+    numbers = range(0 if step == 0 else GROUPS * (step + 1), GROUPS * (step + 2))
+    rows = {number: [[number % 999 + 1, *range(1, 60)]] * 4 for number in numbers}
+    producer.put_groups([raysvc.Group(f"g{n}", rows[n], [[0] + [1] * 59] * 4) for n in numbers])
 
 
 def serve(folder: Path, uri: str, name: str, num_steps: int) -> Any:
@@ -139,16 +143,16 @@ def serve(folder: Path, uri: str, name: str, num_steps: int) -> Any:
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
 
-    plan = PlanConfig(batch_size=64, mini_batch_size=32, epochs=-(-num_steps // 100))
+    plan = PlanConfig(batch_size=16, epochs=-(-num_steps // 100))
     spec = ServeSpec(
         name=name, sources=[uri], plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0
     )
     return start_server(spec, detached=True)
 
 
-def due(done: int, count: int) -> bool:
-    """Ten times in all."""
-    return done * MEASURED // count > (done - 1) * MEASURED // count
+def due(done: int, count: int, by: int = 1) -> bool:
+    """Ten times in all; `by`: how many more are done each time."""
+    return done * MEASURED // count > (done - by) * MEASURED // count
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 from raysvc.row_batch import RowBatch
 
-SIZES = 4096  # of steps and roles, that are remembered
+SIZES = 256  # of the newest steps and roles, 2 kB each
 
 
 @dataclass(frozen=True)
