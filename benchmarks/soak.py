@@ -116,6 +116,7 @@ def groups(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
         num_cpus=0,
     )
     producer = raysvc.rollouts("rollouts")
+    count -= count % GROUPS
     with attach("rollouts", dp_size=1) as client:
         fill(producer, 0)
         for number, step in enumerate(client.steps(stop=count // GROUPS)):
