@@ -1,4 +1,4 @@
-"""Columns of rows as tensors, rows padded on the right.
+"""Columns of rows as tensors, rows padded on the right; labels as hosts want them that do not move them themselves.
 
 Always true:
 - rows are in the order in which they were read;
@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raysvc.collate.columns import IGNORED
 from raysvc.job.column_dtypes import BF16, scalar_of
 
 if TYPE_CHECKING:
+    import torch
+
     from raysvc.row_batch import Array, RowBatch
+
+Tensors = dict[str, "torch.Tensor"]
 
 
 def laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
@@ -31,6 +36,13 @@ def laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
         kept = min(length, width)  # a collator may have cut the row's end
         sheet[line, :kept] = whole[:kept]
     return sheet
+
+
+def moved_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The labels of whole lines, int64 [B, L], each at the token that predicts it: before a host cuts lines for context parallelism."""
+    moved = labels.long().roll(-1, 1)
+    moved[:, -1] = IGNORED
+    return moved
 
 
 def tensor_of(values: np.ndarray[Any, Any]) -> Any:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raysvc.integrations.row_tensors import Tensors, moved_labels
+
 if TYPE_CHECKING:
     import torch
-
-Tensors = dict[str, "torch.Tensor"]
 
 
 def titan_batch(item: Tensors) -> tuple[Tensors, torch.Tensor]:
     """`input` and `positions`, int64 [B, L], and labels, int64 [B, L], -100 where there is no loss."""
-    from raysvc.collate.columns import IGNORED
-
-    labels = item["labels"].long().roll(-1, 1)
-    labels[:, -1] = IGNORED
-    return {"input": item["input_ids"].long(), "positions": item["position_ids"].long()}, labels
+    inputs = {"input": item["input_ids"].long(), "positions": item["position_ids"].long()}
+    return inputs, moved_labels(item["labels"])

@@ -58,6 +58,30 @@ def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "library"),
+    [
+        ("fsdp2", "torch"),
+        ("torchtitan", "torchtitan.distributed.context_parallel"),
+        ("megatron", "megatron.core"),
+        ("megatron_whole", "megatron.core"),
+        ("megatron_tp", "megatron.core"),
+    ],
+)
+def test_ranks_with_peers_have_the_losses_and_weights_of_one_process(
+    host: str, library: str, example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    facts = example("mesh_ranks", host, str(tmp_path))
+    alone = facts["alone"]
+    assert (len(alone["losses"]), len(facts["ranks"])) == (8, 4)
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1, "it learns"
+    for rank in facts["ranks"]:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+        assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-9)
+
+
+@pytest.mark.slow
 def test_a_shard_of_ray_train_goes_on_after_a_kill_and_with_more_workers(
     example: Example, tmp_path: Path
 ) -> None:

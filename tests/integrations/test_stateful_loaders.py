@@ -193,33 +193,6 @@ def test_lightning_saves_the_loader_in_its_checkpoint_and_goes_on_with_the_losse
     assert 0 < len(first.losses) < len(whole.losses)
 
 
-def titan_loader(client: StreamClient) -> Any:
-    """torchtitan's own loader."""
-    titan = pytest.importorskip("torchtitan.components.dataloader")
-    from raysvc.integrations.torchtitan import titan_batch
-
-    return titan.ParallelAwareDataloader(
-        client.as_torch_dataset(), client.rank, client.dp_size, batch_size=None, collate_fn=titan_batch
-    )
-
-
-def test_torchtitans_loader_gives_its_batches_and_goes_on_from_its_state(
-    tmp_path: Path, sample: dict[str, str]
-) -> None:
-    whole = [titan_loader(client_of(tmp_path, sample, rank, 2)) for rank in (0, 1)]
-    state, left = {}, []
-    for loader in whole:
-        items = iter(loader)
-        for _ in range(3):
-            next(items)
-        state |= loader.state_dict()  # a checkpoint of all ranks is one mapping
-        left.append([labels.tolist() for _, labels in items])
-    for rank in (0, 1):
-        loader = titan_loader(client_of(tmp_path, sample, rank, 2))
-        loader.load_state_dict(state)
-        assert [labels.tolist() for _, labels in loader] == left[rank]
-
-
 @pytest.mark.parametrize("layout", ["padded_right", "packed"])
 def test_labels_stand_where_torchtitan_looks_for_them(
     layout: str, tmp_path: Path, sample: dict[str, str]
