@@ -1,10 +1,11 @@
 "use strict";
-// Rows that one can look through: hides and orders what stands in #rows, and makes nothing.
+// Rows that one can look through: shows a page of those that stand in #rows and in the template #further, and makes nothing.
 (() => {
   const list = document.getElementById("rows");
   if (!list) return;
-  const [find, source, state, order, count] = ["find", "source", "state", "order", "count"].map((id) => document.getElementById(id));
-  const rows = [...list.children].map((row, at) => ({ row, at, text: row.textContent.toLowerCase(), ...row.dataset }));
+  const [find, source, state, order, count, more] = ["find", "source", "state", "order", "count", "more"].map((id) => document.getElementById(id));
+  const page = Math.max(list.children.length, 1);
+  const rows = [...list.children, ...document.getElementById("further").content.children].map((row, at) => ({ row, at, text: row.textContent.toLowerCase(), ...row.dataset }));
   const orders = {
     entry: (a, b) => a.at - b.at,
     longest: (a, b) => b.tokens - a.tokens,
@@ -18,18 +19,21 @@
   state.hidden = state.options.length < 2;
   for (const name of new Set(rows.map((one) => one.source).filter(Boolean))) source.add(new Option(name, name));
   source.hidden = source.options.length < 3;
-  const show = () => {
-    const word = find.value.toLowerCase();
-    let shown = 0;
-    const here = (one) => (one.why || "") === state.value;
-    for (const one of rows) {
-      one.row.hidden = !(here(one) && one.text.includes(word) && (!source.value || one.source === source.value));
-      shown += !one.row.hidden;
-    }
-    list.append(...rows.sort(orders[order.value]).map((one) => one.row));
-    count.textContent = `${shown} of ${rows.filter(here).length}`;
+  let found = [];
+  const show = (from) => {
+    list.append(...found.slice(from, from + page).map((one) => one.row));
+    more.hidden = found.length <= from + page;
   };
-  for (const control of [find, source, state, order]) control.addEventListener("input", show);
+  const choose = () => {
+    const word = find.value.toLowerCase();
+    const here = rows.filter((one) => (one.why || "") === state.value);
+    found = here.filter((one) => one.text.includes(word) && (!source.value || one.source === source.value)).sort(orders[order.value]);
+    list.replaceChildren();
+    show(0);
+    count.textContent = `${found.length} of ${here.length}`;
+  };
+  for (const control of [find, source, state, order]) control.addEventListener("input", choose);
+  more.addEventListener("click", () => show(list.children.length));
   document.getElementById("browse").hidden = false;
-  show();
+  choose();
 })();

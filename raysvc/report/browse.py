@@ -1,7 +1,8 @@
 """Rows of an entry that one can look through: search, choose a source, sort, open one.
 
 Always true:
-- every text is escaped, and the page's script only hides and orders rows that stand in the page; without it all rows of the entry are there;
+- every text is escaped, and the page's script only shows and orders rows that stand in the page; without it the first are there;
+- at most `SHOWN` rows more are drawn at a time, so that a browser is quick with as many as a page holds;
 - a long text is cut in its middle, and says how much is left out.
 """
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 TAGS: dict[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
 END_CHARACTERS = 2000  # of each end of a long text
+SHOWN = 100
 BEGIN_CHARACTERS = 120  # of what is seen of a row that is not open
 STYLE = """
 .browse{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin-bottom:8px}.browse[hidden],.browse [hidden]{display:none}
-.browse input,.browse select{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:4px 8px;max-width:100%}
+.browse input,.browse select,#more{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:4px 8px;max-width:100%}
 #rows details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
 #rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}
 #rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}
@@ -57,13 +59,18 @@ def browse(rows: Sequence[BrowsedRow], num_rows: int, set_aside: Sequence[Mappin
         num_rows: of the entry, of which these are some.
         set_aside: quarantined rows: where they are, reason and detail.
     """
-    which = "All rows" if len(rows) == num_rows else f"{len(rows)} of {num_rows:,} rows, evenly spread"
+    which = "All rows"
+    if len(rows) != num_rows:
+        worst = " and those of the highest loss" if any(one.loss is not None for one in rows) else ""
+        which = f"{len(rows):,} of {num_rows:,} rows, evenly spread, with the longest, the shortest{worst}"
+    drawn = [*map(_row, rows), *map(_row_aside, set_aside)]
     return (
         f"<h2>Rows</h2><p>{which}. Marked text has loss; a click opens a row. <code>raysvc show --row N</code> prints any row.</p>"
         "<div class='browse' id='browse' hidden><input type='search' id='find' placeholder='Search' aria-label='Search rows'>"
         "<select id='source' aria-label='Source'><option value=''>all sources</option></select>"
         "<select id='state' aria-label='State'><option value=''>in the entry</option></select><select id='order' aria-label='Order'></select><span id='count'></span></div>"
-        f"<div id='rows'>{''.join(map(_row, rows))}{''.join(map(_row_aside, set_aside))}</div>"
+        f"<div id='rows'>{''.join(drawn[: min(len(rows), SHOWN)])}</div>"
+        f"<template id='further'>{''.join(drawn[min(len(rows), SHOWN) :])}</template><button id='more' hidden>{SHOWN} more</button>"
     )
 
 
@@ -85,7 +92,7 @@ def _row(one: BrowsedRow) -> str:
 def _row_aside(one: Mapping[str, Any]) -> str:
     why, source = escape(str(one["reason"])), escape(str(one.get("dataset") or ""))
     return (
-        f"<details data-source='{source}' data-why='{why}' hidden><summary><span>source row {one['source_row']}</span>"
+        f"<details data-source='{source}' data-why='{why}'><summary><span>source row {one['source_row']}</span>"
         f"<span>quarantined</span><q>{why}</q></summary><div class='row'>{escape(str(one['detail']))}</div></details>"
     )
 

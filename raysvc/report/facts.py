@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from heapq import nlargest
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
     from raysvc.row_batch import RowBatch
 
-BROWSED_ROWS = 200
+BROWSED_CHARACTERS = 4_000_000
+ROW_CHARACTERS = 300  # of a row's marks in the page
+CHARACTERS_PER_TOKEN = 4
+LEAST_BROWSED = 200
+BROWSED_ENDS = 100  # longest rows, shortest ones, and ones of the highest loss
 MEDIA_ROWS = 12
 TRAINED_SAMPLE = 20_000
 
@@ -94,7 +99,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_trained(entry, sample),
-        rows=_browsed(entry, rows[_spread(len(rows), BROWSED_ROWS)], _losses(job, len(steps))),
+        rows=_browsed(entry, rows, lengths, _losses(job, len(steps))),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -143,9 +148,23 @@ def _decisions(job: JobConfig) -> list[dict[str, Any]]:
     return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
 
 
-def _browsed(entry: CacheEntry, rows: npt.NDArray[np.int64], losses: Mapping[int, float]) -> list[BrowsedRow]:
-    sources = entry.sources_of(rows) if entry.sources else ["rows"] * len(rows)
-    return browsed_rows(entry.rows.read(rows), sources, entry.tokenizer, losses)
+def _browsed(
+    entry: CacheEntry,
+    rows: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int32],
+    losses: Mapping[int, float],
+) -> list[BrowsedRow]:
+    """As many rows as a page has room for, evenly spread, and those that one looks for: at the ends of lengths and losses."""
+    room = BROWSED_CHARACTERS / (ROW_CHARACTERS + CHARACTERS_PER_TOKEN * float(lengths.mean()))
+    chosen = set(_spread(len(rows), max(LEAST_BROWSED, int(room))))
+    if len(chosen) < len(rows):
+        by_length = np.argsort(lengths, kind="stable")
+        worst = nlargest(BROWSED_ENDS, losses, key=lambda row: losses[row])
+        chosen.update(by_length[:BROWSED_ENDS].tolist(), by_length[-BROWSED_ENDS:].tolist())
+        chosen.update(np.flatnonzero(np.isin(rows, worst)).tolist())
+    taken = rows[sorted(chosen)]
+    sources = entry.sources_of(taken) if entry.sources else ["rows"] * len(taken)
+    return browsed_rows(entry.rows.read(taken), sources, entry.tokenizer, losses)
 
 
 def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:

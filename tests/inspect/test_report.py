@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+import raysvc
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.inspect.row_view import RowPicture, TextRun, row_picture
@@ -23,7 +24,7 @@ from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
 from raysvc.report.browse import END_CHARACTERS, BrowsedRow, browse
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import Facts, worst_stalls
+from raysvc.report.facts import Facts, _browsed, worst_stalls
 from raysvc.report.page import render
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
@@ -146,8 +147,10 @@ def test_quarantined_rows_stand_with_their_reasons_and_trained_ones_with_their_l
     page = browse([shown("two", 4)], 50, aside)
     assert "data-loss='1.5000'" in page
     assert "<span>loss 1.500</span>" in page
-    assert "data-why='&lt;odd&gt;' hidden><summary><span>source row 3</span>" in page
-    assert "<q>&lt;odd&gt;</q></summary><div class='row'>why</div>" in page
+    page, _, further = page.partition("<template id='further'>")
+    assert "source row" not in page
+    assert "data-why='&lt;odd&gt;'><summary><span>source row 3</span>" in further
+    assert "<q>&lt;odd&gt;</q></summary><div class='row'>why</div>" in further
 
 
 @pytest.mark.parametrize("middle", [0, 1, 12_345])
@@ -160,28 +163,69 @@ def test_a_long_row_is_cut_in_its_middle(middle: int) -> None:
     assert joined == head + told + tail + "c" * 10
 
 
-LOOK = """<script>addEventListener("load", () => {
+SEEN = """<script>addEventListener("load", () => {
   const seen = () => [...document.querySelectorAll("#rows details:not([hidden])")].map((row) => row.dataset.tokens).join();
   const set = (id, value) => { const one = document.getElementById(id); one.value = value; one.dispatchEvent(new Event("input")); };
-  const said = [seen()];
+  const said = [seen()], more = document.getElementById("more");
+  TRY
+  document.body.insertAdjacentHTML("beforeend", `<p id="seen">${said.join("; ")}</p>`);
+});</script></body>"""
+LOOK = """
   set("order", "longest"); said.push(seen());
   set("find", "SHORT"); said.push(seen());
   set("find", ""); set("source", "chat"); set("order", "most trained"); said.push(seen());
   said.push(document.getElementById("count").textContent);
   set("source", ""); set("order", "highest loss"); said.push(seen());
   set("state", "hello"); said.push(document.querySelector("#rows details:not([hidden])").textContent);
-  document.body.insertAdjacentHTML("beforeend", `<p id="seen">${said.join("; ")}</p>`);
-});</script></body>"""
+"""
+LOOK_ON = """
+  said.push(more.hidden); more.click(); said.push(seen(), more.hidden);
+  set("order", "longest"); said.push(seen(), more.hidden);
+"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
-    page.write_text(text.replace("</body>", LOOK))
+    page.write_text(text.replace("</body>", SEEN.replace("TRY", LOOK)))
     dom, said = browse_page(page, tmp_path, 1280)
     assert 'id="seen">9,4,70; 70,9,4; 4; 9,70; 2 of 3; 70,4,9; source row 7quarantinedhellotoo odd<' in dom
     assert "CONSOLE" not in said
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_some_rows_of_many_and_sorts_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysvc.report.browse.SHOWN", 2)
+    page = tmp_path / "report.html"
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
+    page.write_text(text.replace("</body>", SEEN.replace("TRY", LOOK_ON)))
+    dom, said = browse_page(page, tmp_path, 1280)
+    assert 'id="seen">9,4; false; 9,4,70; true; 70,9; false<' in dom
+    assert "CONSOLE" not in said
+
+
+def test_a_page_without_room_for_all_rows_has_the_longest_the_shortest_and_the_worst(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysvc.report.facts.LEAST_BROWSED", 4)
+    monkeypatch.setattr("raysvc.report.facts.BROWSED_CHARACTERS", 0)
+    monkeypatch.setattr("raysvc.report.facts.BROWSED_ENDS", 2)
+    job = {
+        "source": {"path": sample["rows"]},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(tmp_path)},
+    }
+    entry = raysvc.tokenize(job)
+    rows, lengths = entry.row_ids(), entry.rows.lengths()
+    losses = {int(row): float(number % 7) for number, row in enumerate(rows.tolist())} | {int(rows[5]): 99.0}
+    browsed = _browsed(entry, rows, lengths, losses)
+    found = sorted(one.row.length for one in browsed)
+    assert (found[:2], found[-2:]) == (sorted(lengths.tolist())[:2], sorted(lengths.tolist())[-2:])
+    assert max(browsed, key=lambda one: one.loss or 0).row.row_id == rows[5]
+    assert len(browsed) <= 10 < len(rows)
 
 
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
