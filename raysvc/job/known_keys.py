@@ -26,6 +26,9 @@ class KnownKey(NamedTuple):
 _LORA = KnownKey(
     "", "the built-in trainer trains all weights; TRL with PEFT trains an entry: raysvc init --trainer trl"
 )
+_NONE = KnownKey("", "the built-in trainer has none; HF Trainer and TRL have: raysvc init --trainer trl")
+_ADAMW = KnownKey("", "the built-in trainer has torch's AdamW alone")
+_EVERY_STEP = KnownKey("", "every step is logged, in metrics.jsonl of the run folder")
 _ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step over all ranks, however they are split")
 _CUT = KnownKey("plan.micro_batch_tokens", "batch_size rows are cut into micro-batches of so many tokens")
 KNOWN_KEYS: dict[str, KnownKey] = {
@@ -35,17 +38,24 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "dataset_name": KnownKey("source.dataset"),
     "datasets": KnownKey("mixture.sources", "several sources with weights; one is source"),
     "data_files": KnownKey("source.path"),
+    "dataset": KnownKey("source.path", "raysvc init dataset_info.json:NAME"),
+    "dataset_prepared_path": KnownKey("cache.root"),
+    "remove_unused_columns": KnownKey("source.carry", "columns that no key names are left out"),
     "dataset_text_field": KnownKey("source.columns", "{text: YOUR_COLUMN}"),
     "dataset_num_proc": KnownKey("workers.max"),
     "preprocessing_num_workers": KnownKey("workers.max"),
     "dataloader_num_workers": KnownKey("server.collate_threads"),
     "dataloader_prefetch_factor": KnownKey("server.look_ahead_steps"),
+    "chat_template": KnownKey("tokenizer.chat_template", "the tokenizer's own is used unless you give one"),
     "template": KnownKey("tokenizer.chat_template", "the tokenizer's own is used unless you give one"),
     "max_seq_length": KnownKey("max_length"),
     "max_seq_len": KnownKey("max_length"),
     "sequence_len": KnownKey("max_length"),
     "cutoff_len": KnownKey("max_length"),
+    "max_prompt_length": KnownKey("max_length", "of prompt and answer"),
+    "max_completion_length": KnownKey("max_length", "of prompt and answer"),
     "sample_packing": KnownKey("plan.layout", "packed"),
+    "packing": KnownKey("plan.layout", "packed"),
     "neat_packing": KnownKey("plan.layout", "packed"),
     "padding_free": KnownKey("plan.layout", "packed"),
     "group_by_length": KnownKey("plan.layout", "packed needs no padding"),
@@ -65,21 +75,31 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "lr_scheduler_type": KnownKey("trainer.lr_schedule"),
     "lr_scheduler": KnownKey("trainer.lr_schedule"),
     "warmup_ratio": KnownKey("trainer.warmup_steps", "a number of steps"),
-    "optim": KnownKey("", "the built-in trainer has AdamW alone"),
-    "optimizer": KnownKey("", "the built-in trainer has AdamW alone"),
+    "optim": _ADAMW,
+    "optimizer": _ADAMW,
+    "adam_beta1": _ADAMW,
+    "adam_beta2": _ADAMW,
+    "adam_epsilon": _ADAMW,
     "bf16": KnownKey("trainer.precision"),
     "fp16": KnownKey("trainer.precision"),
+    "dtype": KnownKey("trainer.precision"),
+    "torch_dtype": KnownKey("trainer.precision"),
     "fsdp": KnownKey("trainer.strategy"),
     "deepspeed": KnownKey(
         "trainer.strategy", "fsdp; your own loop may use DeepSpeed, see docs/integrations.md"
     ),
-    "gradient_checkpointing": KnownKey(
-        "", "the built-in trainer has none; HF Trainer and TRL have: raysvc init --trainer trl"
-    ),
+    "gradient_checkpointing": _NONE,
+    "neftune_noise_alpha": _NONE,
+    "use_liger_kernel": _NONE,
+    "torch_compile": _NONE,
+    "attn_implementation": _NONE,
+    "flash_attention": _NONE,
+    "flash_attn": _NONE,
     "num_processes": KnownKey("trainer.dp_size"),
     "nproc_per_node": KnownKey("trainer.dp_size"),
     "output_dir": KnownKey("trainer.run_dir"),
     "save_steps": KnownKey("trainer.checkpoint_every_steps"),
+    "save_strategy": KnownKey("trainer.checkpoint_every_steps"),
     "save_total_limit": KnownKey("trainer.keep_checkpoints"),
     "eval_steps": KnownKey("trainer.eval_every_steps"),
     "val_set_size": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
@@ -87,6 +107,7 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "validation_split": KnownKey("evals.NAME.share", "or evals.NAME.source, rows of their own"),
     "eval_dataset": KnownKey("evals.NAME.source"),
     "eval_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
+    "evaluation_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
     "load_best_model_at_end": KnownKey("trainer.keep_best", "{eval: NAME, metric: loss}"),
     "metric_for_best_model": KnownKey(
         "trainer.keep_best.metric", "loss or bits_per_byte; the lowest is the best"
@@ -94,10 +115,18 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "greater_is_better": KnownKey("", "the lowest value of trainer.keep_best.metric is the best"),
     "early_stopping_patience": KnownKey("trainer.stop_after.patience", "{eval: NAME, patience: 3}"),
     "early_stopping_threshold": KnownKey("trainer.stop_after.threshold"),
-    "logging_steps": KnownKey("", "every step is logged, in metrics.jsonl of the run folder"),
+    "logging_steps": _EVERY_STEP,
+    "logging_strategy": _EVERY_STEP,
+    "logging_dir": _EVERY_STEP,
+    "wandb_project": KnownKey("trainer.report_to"),
+    "push_to_hub": KnownKey("", "raysvc export writes a folder"),
+    "hub_model_id": KnownKey("", "raysvc export writes a folder"),
     "run_name": KnownKey("server.name"),
     "resume_from_checkpoint": KnownKey("trainer.resume", "a run resumes by itself"),
+    "overwrite_output_dir": KnownKey("trainer.resume", "false puts an earlier run aside"),
     "loss_type": KnownKey("trainer.objective"),
+    "pref_loss": KnownKey("trainer.objective"),
+    "pref_beta": KnownKey("trainer.beta"),
     "rl": KnownKey("trainer.objective"),
     "stage": KnownKey("trainer.objective"),
     "ref_model": KnownKey("enrich.ref_logprobs.model"),
@@ -106,6 +135,8 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "lora_alpha": _LORA,
     "lora_dropout": _LORA,
     "lora_target_modules": _LORA,
+    "lora_target": _LORA,
+    "use_peft": _LORA,
     "finetuning_type": _LORA,
     "adapter": _LORA,
     "peft_config": _LORA,
@@ -130,7 +161,7 @@ def table() -> str:
     for key, one in KNOWN_KEYS.items():
         alike.setdefault(one, []).append(f"`{key}`")
     lines = [
-        f"| {', '.join(keys)} | {f'`{one.path}`' if one.path else 'none'} | {one.note} |"
+        f"| {', '.join(keys)} | {': '.join(filter(None, (f'`{one.path}`' if one.path else 'none', one.note)))} |"
         for one, keys in alike.items()
     ]
-    return "\n".join(["| theirs | a job's | |", "| --- | --- | --- |", *lines])
+    return "\n".join(["| theirs | a job's |", "| --- | --- |", *lines])

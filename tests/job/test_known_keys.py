@@ -35,6 +35,9 @@ def test_every_key_on_the_right_is_one_of_a_job_and_none_on_the_left_is() -> Non
         ({"batch_size": 8}, "batch_size: unknown key; write plan.batch_size"),
         ({"trainer": {"batch_size": 8}}, "trainer.batch_size: unknown key; write plan.batch_size"),
         ({"plan": {"packing": "best_fit", "sample_packing": True}}, "plan.sample_packing: unknown key; write plan.layout (packed)"),
+        ({"packing": True}, "packing: unknown key; write plan.layout (packed)"),
+        ({"adam_beta1": 0.9}, "adam_beta1: unknown key; the built-in trainer has torch's AdamW alone"),
+        ({"save_strategy": "steps"}, "save_strategy: unknown key; write trainer.checkpoint_every_steps"),
         ({"warmup_ratio": 0.1}, "warmup_ratio: unknown key; write trainer.warmup_steps (a number of steps)"),
     ],
 )  # fmt: skip
