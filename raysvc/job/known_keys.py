@@ -161,7 +161,7 @@ def table() -> str:
     for key, one in KNOWN_KEYS.items():
         alike.setdefault(one, []).append(f"`{key}`")
     lines = [
-        f"| {', '.join(keys)} | {': '.join(filter(None, (f'`{one.path}`' if one.path else 'none', one.note)))} |"
+        f"{', '.join(keys)} | {': '.join(filter(None, (f'`{one.path}`' if one.path else 'none', one.note)))}"
         for one, keys in alike.items()
     ]
-    return "\n".join(["| theirs | a job's |", "| --- | --- |", *lines])
+    return "\n".join(["theirs | a job's", "--- | ---", *lines])
