@@ -269,7 +269,7 @@ MISTAKES = [
     # rows, steps, runs
     Mistake(
         "show job.yaml --row 9999",
-        "row: there is no row 0:0:9999; take the id from a row log, or from raysvc plan --step; raysvc show --source-row finds a row "
+        "row: there is no row 0:0:9999; the entry has 12; take the id from a row log, or from raysvc plan --step; raysvc show --source-row finds a row "
         "by its number in the source",
         "show job.yaml --row 0:0:11",
     ),
