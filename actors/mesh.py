@@ -115,3 +115,7 @@ class MeshSeat(NamedTuple):
         """
         dp, cp = self.coords.dp, self.coords.cp
         return (self.mesh.cp, dp * self.mesh.cp + cp) if cuts else (None, dp)
+
+    def num_sharers(self, cuts: bool) -> int:
+        """Returns how many processes have that shard."""
+        return self.mesh.num_peers // (self.mesh.cp if cuts else 1)

@@ -4,7 +4,8 @@ Always true:
 - `fetch(step)` is pure in (plan, decisions, step, roles), and no decision changes a step that was handed out: the
   same call gives the same bytes, before and after a restart of this process, so Ray may retry it and rebuild lost
   shards with it;
-- shards are returned by value: the caller owns them, and they outlive this process;
+- shards are returned by value: the caller owns them, and they outlive this process; large ones that peers share are refs of this
+  process, and who finds one lost asks again;
 - every call that changes something may come twice: Ray repeats it when the server died before it answered;
 - no order of calls is assumed: Ray does not keep it when it repeats them;
 - what must outlive the process (leases, frontiers) is in the journal: at once for leases and moves, within
@@ -35,13 +36,14 @@ from raysvc.actors.server.spec import Role as Role
 from raysvc.actors.server.spec import ServeSpec as ServeSpec
 from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
+from raysvc.actors.server.step_cache import RAY_SENDS_ALONG, PeerRefs
 from raysvc.actors.server.step_maker import Made, StepMaker, Stream
 from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.actors.versions import HERE, Side, check_versions_meet
 from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
-from raysvc.collate.shard import Shard, Wire, cut
+from raysvc.collate.shard import CutWire, Shard, Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.feedback.request import Request, RowOutcomes
 from raysvc.media.medium import COLUMN
@@ -84,6 +86,7 @@ class BatchServer:
         self._planned_steps: int | None = None  # once somebody attached
         self._orphans = OrphanWatch(spec, self._leases, self._maker, self._export)
         self._reports = TrainerReports()
+        self._peer_refs = PeerRefs()
 
     @property
     def num_steps(self) -> int:
@@ -318,6 +321,7 @@ class BatchServer:
         stream: str = TRAIN,
         commits: Sequence[Commit] = (),
         columns: tuple[str, ...] | None = None,
+        node: str | None = None,
     ) -> list[Any]:
         """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks,
         and the same one for all peers of a dp rank; with `plan.cp_split` each context-parallel rank has a part of its own.
@@ -326,6 +330,8 @@ class BatchServer:
             num_ranks: of data parallelism.
             commits: of this rank, which came along: a call saved at every step.
             columns: of `plan.columns`, that this process wants; None: all of them.
+            node: of a process whose peers take the same; its shards then are one ref of all, and whether it is the first of its node,
+                unless they are small. None: shards are returned by value.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
         small `share_bytes` is.
@@ -340,8 +346,15 @@ class BatchServer:
         role = Role(num_ranks, cp=cp)
         info, shards = self._made(fence, step, (role,), stream, by_rank=True)
         known = info.for_rank(self._leases.check(fence).frontier)
-        mine = [self._with_columns(shard, columns) for shard in shards[own :: role.num_shards]]
-        return [known, *(cut(shard.to_wire()) for shard in mine)]
+        whole = shards[own :: role.num_shards]
+        mine = [self._with_columns(shard, columns) for shard in whole]
+
+        def wires() -> list[CutWire]:
+            return [cut(shard.to_wire()) for shard in mine]
+
+        if node is None or sum(shard.nbytes for shard in mine) <= RAY_SENDS_ALONG:
+            return [known, *wires()]
+        return [known, *self._peer_refs.get(whole[0], columns, node, wires)]
 
     def _with_columns(self, shard: Shard, columns: tuple[str, ...] | None) -> Shard:
         """The shard without the arrays of other columns; nothing is copied."""

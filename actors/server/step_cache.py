@@ -6,6 +6,11 @@ Always true:
 - what is kept is at most `max_bytes`, but for one step and for steps that are pinned; what fell out is made again, with
   the same bytes, and a log line says why when one of its readers had not taken it yet;
 - a step that its number of readers have taken is let go.
+
+What peers of a mesh share of a step is put into Ray's store once, so that it goes over the network once a node:
+- peers that take the same arrays get one ref, whenever they come while the step is kept;
+- a ref lives as long as the step is kept, and then as long as a peer has it;
+- of each node one peer is told that it is the first.
 """
 
 from __future__ import annotations
@@ -16,10 +21,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+from raysvc.collate.shard import CutWire, Shard
 
 log = logging.getLogger(__name__)
+RAY_SENDS_ALONG = 100 << 10  # a smaller answer goes with the call itself, and a ref would cost another
 T = TypeVar("T")
+Columns = tuple[str, ...] | None
 
 
 @dataclass
@@ -125,3 +135,48 @@ class SharedSteps(Generic[T]):
                 "no room for step=%s taken_by=%d of=%d share_bytes=%d so_far=%d: it is collated again for the others",
                 key, taken, readers, self._max_bytes, self._fell_out,
             )  # fmt: skip
+
+
+class _Put:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # guards what follows
+        self.ref: Any = None
+        self.nodes: set[str] = set()
+
+
+class PeerRef(NamedTuple):
+    """What peers take of a step, and whether nobody on the node took it before."""
+
+    ref: Any
+    first: bool
+
+
+class PeerRefs:
+    """Refs of what is kept of steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._puts: WeakKeyDictionary[Shard, dict[Columns, _Put]] = WeakKeyDictionary()  # guarded by _lock
+
+    def __len__(self) -> int:
+        """Returns of how many steps and ranks there are refs."""
+        return len(self._puts)
+
+    def get(self, shard: Shard, columns: Columns, node: str, make: Callable[[], list[CutWire]]) -> PeerRef:
+        """The ref of what `make` gives; who asks at the same time waits for one making.
+
+        Args:
+            shard: of the first mini-batch, as it is kept.
+            columns: that the peer takes.
+            node: of the peer.
+        """
+        import ray
+
+        with self._lock:
+            put = self._puts.setdefault(shard, {}).setdefault(columns, _Put())
+        with put.lock:
+            if put.ref is None:
+                put.ref = ray.put(make())
+            first = node not in put.nodes
+            put.nodes.add(node)
+            return PeerRef(put.ref, first)

@@ -58,17 +58,20 @@ def _collators_of(server: Any, lease: Lease, seat: MeshSeat | None) -> CollatorP
     """Names who makes the shards; None: the server itself. A seat has its share of the processes, on its own node."""
     if not lease.collators:
         return None
-    import ray
-
     from raysvc.actors.launch import wait_for
     from raysvc.actors.server.collator_pool import CollatorPool
 
     spec_json, _ = wait_for(server.spec_json.remote(), f"server {lease.name!r}")
     if seat is None:
         return CollatorPool(spec_json, lease.collators)
-    node_id = ray.get_runtime_context().get_node_id()
     share = range(seat.number, lease.collators, seat.mesh.size)
-    return CollatorPool(spec_json, len(share), [node_id])
+    return CollatorPool(spec_json, len(share), [_own_node()])
+
+
+def _own_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -125,6 +128,7 @@ class Connection:
         self._stop = threading.Event()
         self._beat_now = threading.Event()
         self._collators = _collators_of(server, lease, seat)
+        self._node = None if seat is None or seat.num_sharers(lease.cuts) == 1 else _own_node()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self.commits = Commits(lambda: self._sender.submit(self._send_commits))
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
@@ -204,8 +208,9 @@ class Connection:
         """Start to have this rank's shards of a step made; returns a ref of its info and them, or of a collator refs of each."""
         if self._collators is None:
             along = self._take_along(step) if stream == TRAIN else ()
-            columns = () if role.columns is None else (role.columns,)  # earlier servers know none
-            return self.fetch("fetch_rank", 1, step, self.rank, role.dp_size, stream, along, *columns)
+            plain = role.columns is None and self._node is None  # earlier servers know neither
+            more = () if plain else (role.columns, self._node)
+            return self.fetch("fetch_rank", 1, step, self.rank, role.dp_size, stream, along, *more)
         part = Part(0, self._seat.share(self.lease.cuts)[1] if self._seat else 0)
         admitted = self._admitted(step, stream)
         return self._collators.make_part(admitted, (role,), part, num_mini_batches, stream)

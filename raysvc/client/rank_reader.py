@@ -3,7 +3,7 @@
 Always true:
 - with look-ahead, a step that is there is taken without sending, copying or waking anybody;
 - the memory of a step that the loop let go of is given back by the thread;
-- what is needed first is brought first;
+- what is needed first is brought first; shards that are lost with a server are asked for again;
 - an error comes at its step;
 - after `close` the thread ends soon, and the end of the connection waits for it.
 """
@@ -11,6 +11,7 @@ Always true:
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from raysvc.client.steps import RankStep
 from raysvc.collate.shard import private, read_shard
 from raysvc.errors import StepOutOfOrder
 
+log = logging.getLogger(__name__)
 LOOK_AFTER = 1 / 4
 LOOK_AFTER_S = (0.002, 0.25)
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class RankReader:
         Raises:
             StepFailed: it could not be made.
         """
-        info, *shards = self._opened(fetch.refs)
+        info, shards, first = self._opened(fetch)
         if info.index != fetch.index:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
         self._connection.note_order(info)
@@ -71,20 +73,30 @@ class RankReader:
         begin = time.perf_counter()
         own = tuple(read_shard(private(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)
-        return RankStep(info.index, info.epoch, own, info.mini_batches, *times, info.rollout_metrics)
+        return RankStep(info.index, info.epoch, own, info.mini_batches, *times, info.rollout_metrics, first)
 
     def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""
         wait, parts = self._connection.sizes(first, stop, (self._role,), self._stream), self._role.num_shards
         return lambda: [None if size is None else size // parts for size in wait()]
 
-    def _opened(self, refs: list[Any]) -> tuple[Any, ...]:
-        """Info and shards of what a collator or the server answered."""
-        values = self._values(refs)
+    def _opened(self, fetch: RankFetch) -> tuple[StepInfo, list[Any], bool]:
+        """Info and shards of what a collator or the server answered, and whether this process is the first of its node."""
+        import ray
+
+        values = self._values(fetch.refs)
         if len(values) > 1:
-            return tuple(values)
+            return values[0], values[1:], True
         info, *shards = values[0]
-        return StepInfo.of_rank(info), *shards
+        if not isinstance(shards[0], ray.ObjectRef):
+            return StepInfo.of_rank(info), shards, True
+        known, (ref, first) = StepInfo.of_rank(info), shards
+        try:
+            (shards,) = self._values([ref])
+        except ray.exceptions.ObjectLostError:  # with the server, whose it was; the next one makes the same
+            log.warning("shards lost name=%s step=%d: asked again", self._connection.lease.name, fetch.index)
+            return self._opened(self.ask(fetch.index, len(known.mini_batches)))
+        return known, shards, first
 
     def _values(self, refs: list[Any]) -> list[Any]:
         import ray

@@ -128,6 +128,7 @@ class RankStep:
         groups_s: the server waited for producers of rollouts.
         build_s: the server waited for its rows to be tokenized.
         rollout_metrics: `RolloutFacts.metrics` of its rows over all ranks (rollouts).
+        is_first: whether no peer on this node took the same bytes before.
     """
 
     index: int
@@ -140,6 +141,17 @@ class RankStep:
     groups_s: float = 0.0
     build_s: float = 0.0
     rollout_metrics: Mapping[str, float] = field(default_factory=dict)
+    is_first: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process took."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that came to this node for this process: 0 where a peer brought them."""
+        return self.nbytes if self.is_first else 0
 
 
 @dataclass(frozen=True, eq=False)

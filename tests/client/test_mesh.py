@@ -222,6 +222,88 @@ def test_a_lost_peer_is_named_with_its_coordinates(serve: Any, caplog: pytest.Lo
         survivor.detach()
 
 
+def large(serve: Any, entry: Any, name: str) -> Any:
+    """A server of 12 steps whose shards are too large to travel with the call."""
+    plan = {"layout": "packed", "micro_batch_tokens": 4096, "batch_size": 32, "mini_batch_size": 16}
+    return serve(name, plan=plan, sources=[entry(128, tokens=600)])
+
+
+def test_large_shards_come_once_a_node_for_all_peers_also_for_one_that_lags(
+    serve: Any, entry: Any, streams: Any
+) -> None:
+    import ray
+    from ray._private.internal_api import node_stats
+
+    import raysvc
+
+    def held() -> int:
+        (node,) = ray.nodes()
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        return int(node_stats(*address, include_memory_info=False).store_stats.object_store_bytes_used)
+
+    held_before = held()
+    server = large(serve, entry, "large")
+    with raysvc.attach("large", dp_size=2) as client:
+        expected = streams.take(client)
+        client.rewind(0)
+    made = stats(server)["made"]
+    clients = attach_mesh("large", raysvc.Mesh(dp=2, tp=3))
+    brought: dict[tuple[int, int], list[int]] = {}
+
+    def take(client: Any, step: Any) -> None:
+        own = [mini[client.rank] for mini in expected[step.index]]
+        assert [streams.digest(shard) for shard in step.shards] == own
+        assert step.nbytes > 100 << 10
+        brought.setdefault((step.index, client.rank), []).append(step.node_bytes / step.nbytes)
+        client.commit(step.index)
+
+    late = clients[-1].steps()
+    for steps in zip(*(client.steps() for client in clients[:-1]), strict=True):
+        for client, step in zip(clients, steps, strict=False):
+            take(client, step)
+        if steps[0].index >= 2:
+            take(clients[-1], next(late))
+    for step in late:
+        take(clients[-1], step)
+    assert {tuple(sorted(each)) for each in brought.values()} == {(0, 0, 1)}
+    assert stats(server)["made"] - made == len(expected) == 12, "collated once for all of them"
+    del step, steps
+    assert streams.falls_to(held_before, held, within_s=60.0), "nothing is kept"
+    for client in clients:
+        client.detach()
+
+
+@pytest.mark.slow
+def test_peers_get_the_same_bytes_of_a_server_that_was_killed_with_their_shards(
+    serve: Any, entry: Any, streams: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import os
+
+    import ray
+
+    import raysvc
+
+    server = large(serve, entry, "mortal")
+    with raysvc.attach("mortal") as client:
+        expected = streams.take(client, stop=3)
+        client.rewind(0)
+    clients = attach_mesh("mortal", raysvc.Mesh(dp=1, tp=2))
+    readers = [client._reader for client in clients]
+    for index in range(3):
+        fetches = [reader.ask(index, 2) for reader in readers]
+        ray.get([ref for fetch in fetches for ref in fetch.refs])
+        if index == 1:
+            pid = stats(server)["pid"]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: stats(server)["pid"] != pid, 60.0)  # type: ignore[misc]
+        for reader, fetch in zip(readers, fetches, strict=True):
+            step = reader.arrive(fetch)
+            assert [[streams.digest(shard)] for shard in step.shards] == expected[index]
+        assert ("shards lost name=mortal step=1" in caplog.text) == (index >= 1)
+    for client in clients:
+        client.detach()
+
+
 def test_lines_that_are_cut_need_a_mesh(serve: Any) -> None:
     import raysvc
     from raysvc.errors import ConfigError

@@ -102,8 +102,8 @@ def test_the_one_answer_of_a_server_opens_as_those_of_a_collator(monkeypatch: py
     rows = ((np.array([0], np.int32),),)
     told = StepInfo(7, 2, (mini,), (rows,), 1.0, 2.0, (3, 4), 5.0, 6.0, "order")
     answer = msgpack.unpackb(msgpack.packb([told.for_rank(8), "a"], strict_types=True))
-    opened, shard = reader(Answers([answer]), monkeypatch)._opened(["ref"])
-    assert shard == "a"
+    opened, shards, first = reader(Answers([answer]), monkeypatch)._opened(RankFetch(7, ["ref"]))
+    assert (shards, first) == (["a"], True)
     assert (opened.rows, opened.frontier) == ((), 8)
     plain = {**vars(told), "rows": (), "frontier": 8, "mini_batches": opened.mini_batches}
     assert vars(opened) == plain
