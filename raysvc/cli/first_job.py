@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from raysvc.builds.build_plan import no_row
 from raysvc.chat.row_counts import RowCounts, warnings_of, what_to_fix
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
-from raysvc.cli.other_templates import template_that_takes
+from raysvc.cli.other_templates import line_of, template_that_takes
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
@@ -132,13 +133,20 @@ def _remedy(counts: RowCounts, takes: str) -> str:
     return "fix these rows"
 
 
+def _instead(tokenizer: TokenizerConfig) -> str:
+    """Says how the same command names another template, or another tokenizer."""
+    if tokenizer.chat_template is None:
+        return f"give --tokenizer {shlex.quote(tokenizer.name)}, whose template takes them"
+    return f"add {shlex.quote(f'tokenizer.chat_template={tokenizer.chat_template}')}, which takes them"
+
+
 def _is_of_template(counts: RowCounts) -> bool:
     """Returns whether so many rows are left out that no command would go on, and another template may take them."""
     count = sum(counts.quarantined.values())
     return count > MAX_QUARANTINE * counts.rows_in and "template" in what_to_fix(counts.quarantined)
 
 
-def look(given: SourceConfig, tokenizer: str) -> Look:
+def look(given: SourceConfig, tokenizer: TokenizerConfig) -> Look:
     """Look at the first rows of a source.
 
     Raises:
@@ -151,7 +159,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
     from raysvc.pipelines.sources.look import look_at
     from raysvc.pipelines.tokenize import desk_of
 
-    job, path = JobConfig(source=given, tokenizer=TokenizerConfig(name=tokenizer)), _place(given)
+    job, path = JobConfig(source=given, tokenizer=tokenizer), _place(given)
     source = look_at(job.source)
     row = source.first_row()
     if row is None:
@@ -168,7 +176,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         desk.folder_of = lambda number: folder_of(source.slices[0].path_of(number))
     rows = list(itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS))
     sample = SliceTokenizer(spec, desk=desk).run(rows)
-    takes = ""
+    takes = None
     if desk is None and _is_of_template(sample.row_counts):
         takes = template_that_takes(spec, rows, MAX_QUARANTINE)
     if not sample.row_counts.rows_written:
@@ -176,7 +184,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         raise SourceError(
             path,
             f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",
-            _remedy(sample.row_counts, takes),
+            _instead(takes) if takes else _remedy(sample.row_counts, ""),
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()
     num_rows = sum(part.num_rows for part in source.slices)
@@ -194,14 +202,14 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         int(lengths.max()),
         dict(media),
         sample.left_out,
-        model := _model(tokenizer, processor),
+        model := _model(tokenizer.name, processor),
         _layout(form.name, model),
         _too_long(model, lengths),
-        takes,
+        line_of(takes) if takes else "",
     )
 
 
-def job_text(source: SourceConfig, tokenizer: str, found: Look) -> str:
+def job_text(source: SourceConfig, tokenizer: TokenizerConfig, found: Look) -> str:
     """A commented job.yaml."""
     stem = Path(_place(source)).name.split(".")[0]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "sft"
@@ -211,7 +219,7 @@ def job_text(source: SourceConfig, tokenizer: str, found: Look) -> str:
 
 source:
 {_source(source)}  format: {found.format}
-{_kinds(found)}tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
+{_kinds(found)}{line_of(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 {f"# {found.takes}   # takes rows that the template of this one does not{chr(10)}" if found.takes else ""}
 train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start

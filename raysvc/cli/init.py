@@ -28,11 +28,11 @@ Trainer = Annotated[Host | None, typer.Option(help="Write a script too, which tr
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        help="source.columns.OURS=THEIRS or source.roles.THEIRS=OURS, where the rows have other names.",
+        help="source.columns.OURS=THEIRS or source.roles.THEIRS=OURS, where the rows have other names; tokenizer.chat_template=FILE.",
         metavar="[KEY=VALUE]...",
     ),
 ]
-NAMES = ("source.columns.", "source.roles.")
+NAMES = ("source.columns.", "source.roles.", "tokenizer.")
 
 
 @edge
@@ -69,16 +69,18 @@ def init(
     for setting in settings or ():
         if not setting.startswith(NAMES):
             raise ConfigError(
-                setting, "is not about columns or roles", f"set it in {out}, once it is written"
+                setting,
+                "is not about columns, roles or the tokenizer",
+                f"set it in {out}, once it is written",
             )
-    if settings:
-        given = {"source": source.model_dump(exclude_unset=True), "tokenizer": tokenizer}
-        source = load_job(given, settings).source
-    found = look(source, tokenizer)
+    named = {"source": source.model_dump(exclude_unset=True), "tokenizer": {"name": tokenizer}}
+    job = load_job(named, settings or ())
+    source = job.source
+    found = look(source, job.tokenizer)
     text = script_text(trainer, out, tokenizer, found) if trainer is not None else ""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())
-    out.write_text(job_text(source, tokenizer, found))
+    out.write_text(job_text(source, job.tokenizer, found))
     if script is not None:
         script.write_text(text)
     if as_json:

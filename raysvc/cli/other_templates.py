@@ -3,7 +3,7 @@
 1. Templates are those of TRL, where it is installed, and the one of raysvc's sample rows; the nearest to the tokenizer's own come first.
 2. One whose markers are no tokens of the tokenizer is left out.
 3. After them come the folders beside the tokenizer's own, each with its own tokenizer and template.
-4. The first that takes the rows, as a build would, is said by the line of a job that names it.
+4. The first that takes the rows, as a build would, is the one.
 
 Always true:
 - nothing is fetched, and no code of a package or a folder runs.
@@ -30,18 +30,28 @@ MOST_FOLDERS = 8
 MARKERS = re.compile(r"<\|[^<>|\s]+\|>|<｜[^<>\s]+｜>|<\w+_of_\w+>|\[/?INST\]")
 
 
-def template_that_takes(spec: TextSpec, rows: Sequence[SourceRow], max_share: float) -> str:
-    """Returns the line of a job that names one; "" where none at hand takes the rows.
+def template_that_takes(
+    spec: TextSpec, rows: Sequence[SourceRow], max_share: float
+) -> TokenizerConfig | None:
+    """Returns the tokenizer with one; None where none at hand takes the rows.
 
     Args:
         rows: of the source.
         max_share: of them that may be quarantined all the same.
     """
-    for line, config in _candidates(spec.tokenizer):
+    for config in _candidates(spec.tokenizer):
         tried = spec.model_copy(update={"tokenizer": config})
         if all(_takes(tried, some, max_share) for some in (rows[:FIRST_ROWS], rows)):
-            return line
-    return ""
+            return config
+    return None
+
+
+def line_of(config: TokenizerConfig) -> str:
+    """Returns the line of a job that names a tokenizer."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    if given.keys() == {"name"}:
+        return f"tokenizer: {json.dumps(config.name)}"
+    return f"tokenizer: {{{', '.join(f'{key}: {json.dumps(value)}' for key, value in given.items())}}}"
 
 
 def _takes(spec: TextSpec, rows: Sequence[SourceRow], max_share: float) -> bool:
@@ -53,8 +63,7 @@ def _takes(spec: TextSpec, rows: Sequence[SourceRow], max_share: float) -> bool:
     return not endless and sum(counts.quarantined.values()) <= max_share * counts.rows_in
 
 
-def _candidates(config: TokenizerConfig) -> Iterator[tuple[str, TokenizerConfig]]:
-    """Lines of a job, each with what it says."""
+def _candidates(config: TokenizerConfig) -> Iterator[TokenizerConfig]:
     tokenizer = LoadedTokenizer(config)
     known, own = tokenizer.hf.backend_tokenizer.get_vocab(), tokenizer.chat_template or ""
     fit = {
@@ -63,11 +72,9 @@ def _candidates(config: TokenizerConfig) -> Iterator[tuple[str, TokenizerConfig]
         if set(MARKERS.findall(text := path.read_text(encoding="utf-8"))) <= known.keys()
     }
     for path in sorted(fit, key=lambda path: -SequenceMatcher(None, own, fit[path]).quick_ratio()):
-        keys = {"name": config.name, "chat_template": str(path)}
-        named = ", ".join(f"{key}: {json.dumps(value)}" for key, value in keys.items())
-        yield f"tokenizer: {{{named}}}", config.model_copy(update={"chat_template": str(path)})
+        yield config.model_copy(update={"chat_template": str(path)})
     for folder in _folders_beside(Path(config.name).expanduser()):
-        yield f"tokenizer: {json.dumps(str(folder))}", TokenizerConfig(name=str(folder))
+        yield TokenizerConfig(name=str(folder))
 
 
 def _template_files() -> list[Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -257,13 +259,30 @@ def test_the_line_that_init_says_for_rows_that_the_template_refuses_makes_a_job_
     assert entry.num_rows == len(Path(sample["rows"]).read_text().splitlines())
 
 
-def test_a_template_that_takes_no_row_is_named_as_the_cause(tmp_path: Path, sample: dict[str, str]) -> None:
-    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
+@pytest.mark.parametrize("at_hand", ["template", "folder"])
+def test_a_template_that_takes_no_row_is_named_as_the_cause_and_what_init_says_instead_works(
+    tmp_path: Path, sample: dict[str, str], at_hand: str
+) -> None:
+    folder, out = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer")), tmp_path / "job.yaml"
+    if at_hand == "folder":
+        for path in folder.iterdir():
+            path.write_text(path.read_text().replace("<|im_", "<|turn_"))
+        shutil.copytree(sample["tokenizer"], tmp_path / "another")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
-    refused = run(sample["rows"], "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml"))
+    refused = run(sample["rows"], "--tokenizer", str(folder), "--out", str(out))
     assert refused.exit_code == 2
     assert "the template refused the conversation: never" in refused.stderr
-    assert "write tokenizer: {" in refused.stderr
+    said = re.search(r"; (?:give|add) (.*), (?:whose template|which) takes them", refused.stderr)
+    assert said is not None, refused.stderr
+    named = [
+        sample["rows"],
+        *([] if at_hand == "folder" else ["--tokenizer", str(folder)]),
+        "--out",
+        str(out),
+    ]
+    assert "next: raysvc show" in run(*named, *shlex.split(said[1])).output
+    entry = raysvc.tokenize(load_job(out), cache={"root": str(tmp_path / "cache")})
+    assert entry.num_rows == len(Path(sample["rows"]).read_text().splitlines())
 
 
 @pytest.mark.ray
