@@ -60,7 +60,7 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "padding_free": KnownKey("plan.layout", "packed"),
     "group_by_length": KnownKey("plan.layout", "packed needs no padding"),
     "assistant_only_loss": KnownKey("train_on", "all_assistant_messages"),
-    "completion_only_loss": KnownKey("train_on", "last_assistant_message"),
+    "completion_only_loss": KnownKey("train_on", "completion"),
     "train_on_inputs": KnownKey("train_on", "all_tokens trains inputs too"),
     "roles_to_train": KnownKey("train_on"),
     "mask_history": KnownKey("train_on", "last_assistant_message"),
