@@ -62,7 +62,7 @@ def fsdp2(server: str) -> Host:
     def parts() -> Iterator[Part]:
         with raysvc.attach(server, mesh=mesh) as client:
             for micro in client.micro_batches():
-                ids, labels = micro.tensors["input_ids"].long(), moved_labels(micro.tensors["labels"])
+                ids, labels = micro.tensors["input_ids"].long(), moved_labels(micro.tensors["labels"], CP)
                 whole = [ids, labels, places_of(ids)]
                 with context_parallel(mesh["cp"], buffers=whole, buffer_seq_dims=[1, 1, 1]):
                     yield Part(*whole, micro.denominators.tokens, micro.ends_mini)

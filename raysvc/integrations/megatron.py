@@ -29,9 +29,13 @@ def megatron_batch(tensors: Tensors, client: RankClient) -> dict[str, Any]:
 
     Args:
         tensors: of a micro-batch, or an item of `as_torch_dataset()`.
-        client: that gave it. Where its server cuts lines, leave out `get_batch_on_this_cp_rank`, which would cut them again.
+        client: which gave it. Where its server cuts lines, leave out `get_batch_on_this_cp_rank`, which would cut them again.
+
+    Raises:
+        ConfigError: lines are whole, and do not divide for that function.
     """
-    labels = tensors["labels"].long() if client.lease.cuts else moved_labels(tensors["labels"])
+    labels = tensors["labels"]
+    labels = labels.long() if client.lease.cuts else moved_labels(labels, client.mesh.cp)
     return {
         "tokens": tensors["input_ids"].long(),
         "labels": labels.clamp(min=0),  # Megatron computes a loss for every label, and masks it afterwards

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.collate.columns import IGNORED
+from raysvc.errors import ConfigError
 from raysvc.job.column_dtypes import BF16, scalar_of
 
 if TYPE_CHECKING:
@@ -38,8 +39,16 @@ def laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
     return sheet
 
 
-def moved_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The labels of whole lines, int64 [B, L], each at the token that predicts it: before a host cuts lines for context parallelism."""
+def moved_labels(labels: torch.Tensor, cp: int = 1) -> torch.Tensor:
+    """The labels of whole lines, int64 [B, L], each at the token that predicts it: before a host cuts lines for `cp` ranks.
+
+    Raises:
+        ConfigError: it cannot cut them into two parts a rank.
+    """
+    parts, width = 2 * cp, labels.shape[1]
+    if cp > 1 and width % parts:
+        what = f"makes lines of {width} tokens, which do not divide into {parts} parts, for cp={cp}"
+        raise ConfigError("plan.pad_to_multiple", what, f"make it a multiple of {parts}")
     moved = labels.long().roll(-1, 1)
     moved[:, -1] = IGNORED
     return moved

@@ -70,7 +70,7 @@ class ServerLoader(ParallelAwareDataloader):  # type: ignore[misc]  # torchtitan
         except ConfigError:
             self.client.detach()
             raise
-        self._lines, self._longest = local_batch_size, seq_len
+        self._lines, self._longest, self._cp = local_batch_size, seq_len, dims.cp
         self.client.rewind(0)  # whatever an earlier run committed; a checkpoint says more
         dataset = self.client.as_torch_dataset()
         super().__init__(dataset, dp_rank, dp_world_size, batch_size=None, collate_fn=self._batch)
@@ -91,4 +91,4 @@ class ServerLoader(ParallelAwareDataloader):  # type: ignore[misc]  # torchtitan
         if width > self._longest:
             what = f"makes lines of {width} tokens, and training.seq_len is {self._longest}"
             raise ConfigError("max_length", what, "raise seq_len, or lower max_length")
-        return titan_batch(item)
+        return titan_batch(item, self._cp)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def titan_batch(item: Tensors) -> tuple[Tensors, torch.Tensor]:
-    """`input` and `positions`, int64 [B, L], and labels, int64 [B, L], -100 where there is no loss."""
+def titan_batch(item: Tensors, cp: int = 1) -> tuple[Tensors, torch.Tensor]:
+    """`input` and `positions`, int64 [B, L], and labels, int64 [B, L], -100 where there is no loss; `cp`: ranks for which torchtitan cuts."""
     inputs = {"input": item["input_ids"].long(), "positions": item["position_ids"].long()}
-    return inputs, moved_labels(item["labels"])
+    return inputs, moved_labels(item["labels"], cp)

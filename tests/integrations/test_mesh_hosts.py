@@ -17,6 +17,7 @@ from raysvc.collate.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
 from raysvc.integrations.megatron import megatron_batch, packed_rows
+from raysvc.integrations.torchtitan import titan_batch
 from raysvc.job.config import PlanConfig
 from tests.client.test_seats import process_group
 from tests.collate.conftest import collate_step, random_data
@@ -107,6 +108,16 @@ def test_a_batch_of_megatron_has_each_label_where_it_is_predicted_and_counts_the
         kinds = {name: batch[name].dtype for name in batch if batch[name] is not None}
         assert kinds.pop("loss_mask") == torch.float32
         assert set(kinds.values()) == {torch.int64}
+
+
+def test_whole_lines_that_a_host_cannot_cut_are_refused_by_name() -> None:
+    (tensors, *_) = micros_of(shard_of(pad_to_multiple=1))
+    said = r"plan\.pad_to_multiple: makes lines of \d+ tokens, which do not divide into 6 parts, for cp=3"
+    with pytest.raises(ConfigError, match=said):
+        megatron_batch(tensors, client(cuts=False, cp=3))
+    with pytest.raises(ConfigError, match=said):
+        titan_batch(tensors, 3)
+    titan_batch(tensors)
 
 
 def thd_indices(ends: torch.Tensor, width: int, size: int, rank: int) -> torch.Tensor:
