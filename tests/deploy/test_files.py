@@ -109,6 +109,7 @@ def test_no_pod_runs_as_root_and_every_container_has_limits(deploy: Path, name: 
     for document in documents(deploy / "kuberay" / name):
         for spec in pods(document):
             assert spec["securityContext"]["runAsNonRoot"] is True
+            assert spec["securityContext"]["runAsUser"] == 1000
             for container in spec["containers"]:
                 assert container["securityContext"]["allowPrivilegeEscalation"] is False
                 assert {"cpu", "memory"} <= set(container["resources"]["limits"])
