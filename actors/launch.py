@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ray
@@ -65,7 +66,7 @@ def start_server(
     spec = spec.model_copy(update={"owner": own_name(), "team": team_of(ray_namespace()) or ""})
     need = [{"CPU": spec.num_cpus}]
     busy = not_free(need)  # asked before the server itself holds it
-    actor = ray.remote(concurrency_groups=threads, **QUIET)(cls)
+    actor = _actor_of(cls, tuple(threads.items()))
     handle = actor.options(
         name=spec.name,
         namespace=ray_namespace(),
@@ -110,6 +111,12 @@ def start_collators(spec_json: str, count: int, node_id: str | None) -> list[Act
         log.warning("steps wait for more nodes for='server.collators': %s; lower it, or add nodes", missing)
     where = "SPREAD" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
     return [actor.options(scheduling_strategy=where).remote(spec_json) for _ in range(count)]
+
+
+@cache
+def _actor_of(cls: type, threads: tuple[tuple[str, int], ...]) -> Any:
+    """The class for Ray, made once: Ray keeps each that was made for good, in this process and in its GCS."""
+    return ray.remote(concurrency_groups=dict(threads), **QUIET)(cls)
 
 
 def _place_of(node_id: str | None) -> dict[str, Any]:

@@ -5,10 +5,16 @@
 Four things grow in a long life, one after another: steps are fetched two ahead, opened, committed and let go; trainers attach and detach;
 servers start and stop; groups are put, trained and forgotten. Figures are taken ten times in each, of this process and all below it.
 
-Figures (11-25): over 5,000 steps client and server grow by some 2 MB and the GCS by 0.5; over 600 attaches the server grows by 8 MB, 0.7 of
-it in the second half; a group of rollouts that was forgotten costs 250 bytes, its name, for as long as the server runs
-(`tests/actors/test_long_life.py`). What 20 servers leave behind is Ray's: the GCS remembers actors that have ended
-(`RAY_maximum_gcs_destroyed_actor_cached_count`), and the log monitor keeps at most 200 files open.
+Figures (11-28, 2 cores, a load of 15 beside it):
+
+- steps: the server holds 162.5 MB after 10,000 (100,000 were not run with Ray). One that is called without Ray holds 106.4 MB after
+  10,000 and 107.0 after 100,000: the sizes of 256 steps and the orders of 1,024 epochs are remembered.
+- 1,000 attaches: the server grows from 156.2 to 160.4 MB, in the last 200 by 0.2; threads and handles stay.
+- 45,024 groups: the server grows from 235.9 MB (at 5,024) to 248.3. Without Ray the same calls take 95.5 MB at 4,800 and 98.7 at 48,000:
+  20 bytes a group are a digest of its name, which a later put is compared with, the rest is heap that the list of forgotten names, 20 bytes
+  a group on disk, leaves when it is written again. The turns of 4,096 groups are remembered.
+- 60 servers: from the 6th to the last the GCS grows from 49.8 to 52.7 MB and the client from 213.3 to 214.5; the log monitor opens two files
+  a server, 200 at most. When each server made its class anew, both grew by 0.15 MB a server, whatever Ray was told to cache of the dead.
 """
 
 from __future__ import annotations

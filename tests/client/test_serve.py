@@ -203,3 +203,21 @@ def test_a_holder_that_died_is_told_from_one_that_lives(serve: Served) -> None:
     eventually(lambda: facts()["state"] == "lapsed")
     assert "silent for" in _cells(facts())["held"]
     assert facts()["holder"] == "a trainer that is killed"
+
+
+def test_a_second_server_leaves_no_second_class_in_ray(serve: Served) -> None:
+    """Ray keeps each class that was made an actor's for good, 100 kB in its GCS and more in this process."""
+    import ray
+
+    from raysvc.actors.launch import stop_server
+
+    def classes() -> set[bytes]:
+        gcs = ray._private.worker.global_worker.gcs_client
+        return set(gcs.internal_kv_keys(b"ActorClass", b"fun"))
+
+    serve("first")
+    stop_server("first")
+    before = classes()
+    assert before
+    serve("second")
+    assert classes() == before
