@@ -175,6 +175,8 @@ def _join(address: str) -> None:
             raise AddressError("Ray", "no cluster runs on this machine", remedy) from error
         first_line = _first_line(error)
         remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
+        if own_rays.may_need_a_token():
+            remedy = "set RAY_AUTH_MODE=token, which `ray start` does by itself where the user has a token"
         raise AddressError(f"--address {address}", first_line, remedy) from error
 
 

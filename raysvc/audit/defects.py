@@ -76,7 +76,7 @@ DEFECTS: dict[str, Defect] = {
     "reasoning_removed": Defect(
         "warning",
         "lose the reasoning of trained messages to the chat template",
-        "train_on=each_assistant_turn",
+        "train_on=each_assistant_turn, or a template that keeps it: tokenizer.chat_template=FILE",
     ),
     "broken_call": Defect(
         "error", "have a tool call that cannot be read", "fix these rows, or max_quarantine=1"

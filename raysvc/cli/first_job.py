@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from raysvc.cli.other_templates import line_of, template_that_takes
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
+from raysvc.job.text_config import TrainOn
 from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_job import processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
@@ -146,7 +147,7 @@ def _is_of_template(counts: RowCounts) -> bool:
     return count > MAX_QUARANTINE * counts.rows_in and "template" in what_to_fix(counts.quarantined)
 
 
-def look(given: SourceConfig, tokenizer: TokenizerConfig) -> Look:
+def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> Look:
     """Look at the first rows of a source.
 
     Raises:
@@ -159,7 +160,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig) -> Look:
     from raysvc.pipelines.sources.look import look_at
     from raysvc.pipelines.tokenize import desk_of
 
-    job, path = JobConfig(source=given, tokenizer=tokenizer), _place(given)
+    job, path = JobConfig(source=given, tokenizer=tokenizer, train_on=train_on), _place(given)
     source = look_at(job.source)
     row = source.first_row()
     if row is None:
@@ -209,7 +210,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig) -> Look:
     )
 
 
-def job_text(source: SourceConfig, tokenizer: TokenizerConfig, found: Look) -> str:
+def job_text(source: SourceConfig, tokenizer: TokenizerConfig, found: Look, train_on: TrainOn) -> str:
     """A commented job.yaml."""
     stem = Path(_place(source)).name.split(".")[0]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "sft"
@@ -221,7 +222,7 @@ source:
 {_source(source)}  format: {found.format}
 {_kinds(found)}{line_of(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 {f"# {found.takes}   # takes rows that the template of this one does not{chr(10)}" if found.takes else ""}
-train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
+train_on: {train_on}   # or {", ".join(one for one in get_args(TrainOn) if one != train_on)}
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:

@@ -28,11 +28,11 @@ Trainer = Annotated[Host | None, typer.Option(help="Write a script too, which tr
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        help="source.columns.OURS=THEIRS or source.roles.THEIRS=OURS, where the rows have other names; tokenizer.chat_template=FILE.",
+        help="source.columns.OURS=THEIRS or source.roles.THEIRS=OURS, where the rows have other names; tokenizer.chat_template=FILE; train_on=WHAT.",
         metavar="[KEY=VALUE]...",
     ),
 ]
-NAMES = ("source.columns.", "source.roles.", "tokenizer.")
+NAMES = ("source.columns.", "source.roles.", "tokenizer.", "train_on=")
 
 
 @edge
@@ -70,17 +70,17 @@ def init(
         if not setting.startswith(NAMES):
             raise ConfigError(
                 setting,
-                "is not about columns, roles or the tokenizer",
+                "is not about columns, roles, the tokenizer or train_on",
                 f"set it in {out}, once it is written",
             )
     named = {"source": source.model_dump(exclude_unset=True), "tokenizer": {"name": tokenizer}}
     job = load_job(named, settings or ())
     source = job.source
-    found = look(source, job.tokenizer)
+    found = look(source, job.tokenizer, job.train_on)
     text = script_text(trainer, out, tokenizer, found) if trainer is not None else ""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())
-    out.write_text(job_text(source, job.tokenizer, found))
+    out.write_text(job_text(source, job.tokenizer, found, job.train_on))
     if script is not None:
         script.write_text(text)
     if as_json:

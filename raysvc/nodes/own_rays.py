@@ -106,19 +106,27 @@ def found_by_ray(answer_s: float = ANSWER_S) -> LocalRay | None:
         process.stdout.close()
 
 
+def may_need_a_token() -> bool:
+    """Returns whether this user has a token and Ray does not send it, though Rays that the user starts ask for it."""
+    return MODE not in os.environ and bool(_sent())
+
+
 def _lets_in(ray: LocalRay) -> bool:
     return os.environ.get(MODE, ray.mode).lower() == ray.mode and _token(ray.mode) == ray.token
 
 
 def _token(mode: str) -> str:
     """Digest of the token that Ray would send from this process."""
-    if mode != "token":
-        return ""
+    return hashlib.sha256(_sent().encode()).hexdigest()[:16] if mode == "token" else ""
+
+
+def _sent() -> str:
+    """The token itself; "" where this user has none."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     token = os.environ.get("RAY_AUTH_TOKEN")
     if token is None:
         token = path.read_text() if path.is_file() else ""
-    return hashlib.sha256(token.strip().encode()).hexdigest()[:16]
+    return token.strip()
 
 
 def _line(process: subprocess.Popen[bytes], within_s: float) -> str:

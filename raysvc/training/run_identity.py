@@ -80,6 +80,12 @@ def identity_in(folder: Path) -> dict[str, Any] | None:
     return _known(_found(folder))
 
 
+def _short(value: Any) -> str:
+    """Returns the value as text; keys of cache entries by their first characters, as commands print them."""
+    keys = value if isinstance(value, list) else []
+    return repr([key[:16] for key in keys] if keys and all(isinstance(key, str) for key in keys) else value)
+
+
 def _refuse_another(
     folder: Path, known: Mapping[str, Any], identity: Mapping[str, Any], changed: bool
 ) -> None:
@@ -87,7 +93,9 @@ def _refuse_another(
     changeable = {EPOCHS, STOP, *(f"trainer.{name}" for name in CHANGEABLE)}
     if not differ or (changed and set(differ) <= changeable):
         return
-    fields = "; ".join(f"{name} was {known.get(name)!r} and is {identity.get(name)!r}" for name in differ)
+    fields = "; ".join(
+        f"{name} was {_short(known.get(name))} and is {_short(identity.get(name))}" for name in differ
+    )
     remedy = "give another trainer.run_dir, or trainer.resume=false to start again"
     if set(differ) <= changeable:
         remedy = "give trainer.resume=changed to go on with these values, or another trainer.run_dir"

@@ -237,6 +237,9 @@ class _Run:
             group.load_checkpoint(str(self.checkpoint.folder))
             self._forget_other_evals(self.checkpoint.state)
         else:
+            if self.folder.rows.is_file() and self.folder.rows.stat().st_size:
+                kept = "steps: no checkpoint was made, so what was trained before is trained again"
+                self.progress(Tick("resume", 0, None, kept, final=True))
             self.decisions = EvalDecisions.of(self.job.trainer, {}, keys_of_evals(self.job))
         start = client.frontier
         stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)

@@ -137,7 +137,7 @@ MISTAKES = [
     ),
     Mistake(
         "init rows.jsonl --tokenizer tokenizer --out set.yaml plan.batch_size=8",
-        "plan.batch_size=8: is not about columns, roles or the tokenizer; set it in set.yaml, once it is written",
+        "plan.batch_size=8: is not about columns, roles, the tokenizer or train_on; set it in set.yaml, once it is written",
         "init rows.jsonl --tokenizer tokenizer --out set.yaml",
     ),
     Mistake(

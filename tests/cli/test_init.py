@@ -112,6 +112,24 @@ def test_a_model_folder_is_trained_and_nothing_is_written_over(
     assert not (tmp_path / "odd.yaml").exists()
 
 
+def test_rows_with_weights_of_messages_get_a_job_that_reads_them(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "job.yaml"
+    asked, *_, answer = next(iter(chat_rows(1)))["messages"]
+    row = {"messages": [asked, {**answer, "weight": 0}, asked, {**answer, "weight": 1}]}
+    data.write_text(f"{json.dumps(row)}\n" * 8)
+    command = (str(data), "--tokenizer", sample["tokenizer"], "--out", str(out))
+    refused = run(*command)
+    assert (refused.exit_code, out.exists()) == (2, False)
+    assert "train_on: message_weight reads weights" in refused.output
+    assert run(*command, "train_on=message_weight").exit_code == 0
+    job = load_job(out)
+    assert job.train_on == "message_weight"
+    entry = raysvc.tokenize(job, cache={"root": str(tmp_path / "cache")})
+    assert entry.report["row_counts"]["rows_written"] == 8
+
+
 @pytest.mark.parametrize(
     ("data", "here", "out"),
     [

@@ -60,6 +60,22 @@ def test_a_ray_that_asks_for_another_token_is_not_taken_and_one_that_asks_for_ou
     assert own_rays.living() == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "token", "says"),
+    [(None, "mine", True), (None, "", False), ("token", "mine", False), ("disabled", "mine", False)],
+)
+def test_one_that_is_named_and_does_not_answer_may_ask_for_the_token_that_ray_was_not_told_to_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None, token: str, says: bool
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    (tmp_path / "token").write_text(f"{token}\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    assert own_rays.may_need_a_token() is says
+
+
 def test_a_folder_that_others_may_write_to_is_not_believed(folder: Path) -> None:
     own_rays.note("10.0.0.1:1")
     folder.parent.chmod(0o777)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from raysvc.progress import Tick
 from raysvc.row_ids import parse
 
 pytestmark = pytest.mark.ray
@@ -117,6 +118,10 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     again = raysvc.train(job, trainer={"resume": False})
     assert again["resumed_from"] is None
     assert (tmp_path / "twice.1" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "twice" / "checkpoints")
+    seen: list[Tick] = []
+    raysvc.train(job, progress=seen.append)
+    assert [tick.done for tick in seen if "is trained again" in tick.unit] == [0]
 
 
 @pytest.mark.slow
@@ -185,7 +190,6 @@ def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other
 ) -> None:
     import raysvc
     from raysvc.cli.sample_data import write_rows
-    from raysvc.progress import Tick
     from raysvc.training.run_folder import RunFolder
 
     valid, peak = (
