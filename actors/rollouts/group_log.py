@@ -34,12 +34,12 @@ import pyarrow as pa
 
 from raysvc.actors.rollouts.forgotten_keys import Key
 from raysvc.actors.rollouts.group_gaps import Counts, gaps
-from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.local.named_digest import named, read_named
 from raysvc.cache.local.sealed import opened_if_sealed, sealed
 from raysvc.cache.store.claim import Claim, open_owned
 from raysvc.cache.store.store import Data
 from raysvc.errors import StoreError
+from raysvc.rl.table_bytes import file_buffers
 
 log = logging.getLogger(__name__)
 Folder = Literal["groups", "columns", "events"]

@@ -13,12 +13,12 @@ from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Pool
 from raysvc.actors.rollouts.group_rows import GroupRows
 from raysvc.actors.rollouts.group_store import GroupStore
-from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import table_of
 from raysvc.rl.schema import Schema
+from raysvc.rl.table_bytes import file_buffers
 
 BATCH = 2
 
