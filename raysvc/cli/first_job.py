@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
-from raysvc.chat.row_counts import RowCounts, warnings_of, what_to_fix
+from raysvc.chat.row_counts import RowCounts, shown_reasons, warnings_of, what_to_fix
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.cli.other_templates import line_of, template_that_takes
@@ -68,6 +68,7 @@ class Look:
         model: that trains them: what the tokenizer came with, or a tiny one.
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
         too_long: what is wrong with rows of the sample that are longer than the model's original context, and that context.
+        why: reasons why rows of the sample cannot be used, with some of them; "": all can.
         takes: the line of a job that names a template at hand which takes the rows, where their own does not; "": none was found, or asked for.
     """
 
@@ -82,6 +83,7 @@ class Look:
     model: str
     layout: str
     too_long: tuple[str, int] | None
+    why: str
     takes: str = ""
 
     @property
@@ -96,8 +98,7 @@ class Look:
         count = sum(counts.quarantined.values())
         if count <= MAX_QUARANTINE * counts.rows_in:
             return ""
-        reason = max(counts.quarantined, key=lambda one: counts.quarantined[one])
-        told = f"{count} of the first {counts.rows_in} rows cannot be used ({reason}), so every command would end"
+        told = f"{count} of the first {counts.rows_in} rows cannot be used, so every command would end: {self.why}"
         return f"{told}; {_remedy(counts, self.takes)}, or raise max_quarantine to train the rest"
 
     def lines(self) -> list[str]:
@@ -206,6 +207,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> 
         model := _model(tokenizer.name, processor),
         _layout(form.name, model),
         _too_long(model, lengths),
+        shown_reasons(sample.row_counts.quarantined, sample.examples),
         line_of(takes) if takes else "",
     )
 

@@ -40,8 +40,11 @@ def serve(
 
 
 def _show(handle: ServerHandle, as_json: bool) -> None:
+    import ray
+
     facts = {
         "name": handle.name,
+        "cluster": ray.get_runtime_context().gcs_address,
         "namespace": handle.namespace,
         "num_rows": handle.num_rows,
         "num_steps": None if handle.schedule.is_endless else handle.schedule.num_steps,

@@ -88,7 +88,7 @@ class RankReader:
         if len(values) > 1:
             return values[0], values[1:], True
         info, *shards = values[0]
-        if not isinstance(shards[0], ray.ObjectRef):
+        if not (shards and isinstance(shards[0], ray.ObjectRef)):
             return StepInfo.of_rank(info), shards, True
         known, (ref, first) = StepInfo.of_rank(info), shards
         try:

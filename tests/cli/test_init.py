@@ -217,8 +217,9 @@ def test_init_says_what_tokenize_warns_of(tmp_path: Path, sample: dict[str, str]
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("template", "12 of the first 24 rows cannot be used (the template refused the conversation: no system), so every command would end; write tokenizer: {"),
-        ("rows", "12 of the first 24 rows cannot be used (broken JSON), so every command would end; fix these rows"),
+        ("template", "the template refused the conversation: no system (12 rows, e.g. rows 1 and 3 and 5); write tokenizer: {"),
+        ("rows", "broken JSON (12 rows, e.g. rows 1 and 3 and 5: Expecting property name enclosed in double quotes at character 2); fix these rows"),
+        ("formats", "is of format text: files of two formats need a source each, under mixture.sources); fix these rows"),
     ],
 )  # fmt: skip
 def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next_command(
@@ -234,10 +235,12 @@ def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next
         if number % 2:
             messages = [{"role": "system", "content": "s"}, *messages]
         line = json.dumps({"messages": messages})
-        lines.append("{broken" if number % 2 and fault == "rows" else line)
+        bad = {"rows": "{broken", "formats": '{"text": "s"}'}.get(fault, line)
+        lines.append(bad if number % 2 else line)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(line + "\n" for line in lines))
     said = run(str(data), "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml")).output
+    assert "12 of the first 24 rows cannot be used, so every command would end: " in said
     assert told in said
     assert "next:" not in said
 

@@ -150,6 +150,7 @@ def test_the_command_line_serves_lists_and_stops(
 ) -> None:
     import json
 
+    import ray
     import yaml
     from typer.testing import CliRunner
 
@@ -178,6 +179,7 @@ def test_the_command_line_serves_lists_and_stops(
     )
     served = run("serve", "-c", str(job))
     assert (served["name"], served["num_rows"], served["num_steps"]) == ("cli", 240, 8)
+    assert served["cluster"] == ray.get_runtime_context().gcs_address
     with raysvc.attach("cli") as client:
         assert len(client.eval("valid")) == 35
         (row,) = [row for row in run("ps")["servers"] if row["name"] == "cli"]
