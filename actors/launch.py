@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -35,6 +36,9 @@ LEASE_THREADS = 16
 # Ray's GCS keeps an event of each of the last 100,000 calls, 3 kB each; a run makes several calls a step
 QUIET = {"enable_task_events": False}
 PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
+_ending: dict[
+    tuple[str, str], weakref.ref[ActorHandle]
+] = {}  # servers that end with a handle of this process, by namespace and name
 
 
 def start_server(
@@ -56,6 +60,7 @@ def start_server(
         ServerError: the name is served with another spec; the error names every difference.
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
+    _wait_for_the_end_of(spec.name)
     if spec.name not in server_names():  # one that runs asks for no room
         refuse_without_room(spec.num_cpus, node_id, may_grow)
         if node_id is not None:
@@ -94,7 +99,20 @@ def start_server(
         if theirs == incarnation_id:  # a server of ours that can serve nothing
             ray.kill(handle, no_restart=True)
         raise
+    if theirs == incarnation_id and not detached:
+        _ending[ray_namespace(), spec.name] = weakref.ref(handle)
     return handle
+
+
+def _wait_for_the_end_of(name: str) -> None:
+    """Wait until a server is gone whose handle this process let go of: Ray ends it soon, and until then would give it to who asks."""
+    handle = _ending.get((ray_namespace(), name))
+    if handle is None or handle() is not None:
+        return
+    begin = time.monotonic()
+    while name in server_names() and time.monotonic() - begin < STOP_TIMEOUT_S:
+        time.sleep(0.05)
+    del _ending[ray_namespace(), name]
 
 
 def start_collators(spec_json: str, count: int, node_id: str | None) -> list[ActorHandle]:

@@ -145,6 +145,28 @@ def test_a_server_to_be_reaped_ends_when_nobody_holds_it(serve: Served) -> None:
     eventually(lambda: "reaped" not in server_names(), 60.0)
 
 
+def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_next(
+    entry: Callable[..., str], tmp_path: Path, ray_session: None
+) -> None:
+    from raysvc.actors.launch import start_server
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.job.config import PlanConfig
+
+    spec = ServeSpec(
+        name="held", sources=[entry(50)], plan=PlanConfig(batch_size=8), pad_token_id=0,
+        journal=str(tmp_path / "journal"), num_cpus=0,
+    )  # fmt: skip
+    incarnations = set()
+    for _ in range(3):
+        server = start_server(spec, detached=False)
+        again = start_server(spec, detached=False)
+        (_, one), (_, other) = call(server, "spec_json"), call(again, "spec_json")
+        assert one == other, "as long as there is a handle it is the same server"
+        incarnations.add(one)
+        del server, again
+    assert len(incarnations) == 3
+
+
 def test_the_command_line_serves_lists_and_stops(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:

@@ -53,7 +53,7 @@ def many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """No entry is too small for it; after it is tokenized."""
-    monkeypatch.setattr("raysvc.scoring.find_or_enrich.FLOPS_PER_S", 1e-3)
+    monkeypatch.setattr("raysvc.scoring.enrich_plan.FLOPS_PER_S", 1e-3)
 
 
 @pytest.mark.slow
@@ -124,14 +124,14 @@ import json, sys, time
 import raysvc
 from raysvc.actors.worker import score
 from raysvc.pipelines import row_slices
-from raysvc.scoring import find_or_enrich
+from raysvc.scoring import enrich_plan
 
 class Slow(score.RowScorer):
     def __call__(self, rows):
         time.sleep(0.1)
         return super().__call__(rows)
 
-row_slices.LEAST_TOKENS, find_or_enrich.FLOPS_PER_S, score.RowScorer = 100, 1e-3, Slow
+row_slices.LEAST_TOKENS, enrich_plan.FLOPS_PER_S, score.RowScorer = 100, 1e-3, Slow
 raysvc.enrich(json.loads(sys.argv[1]), cache={"root": sys.argv[2]})
 """
 
