@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,30 @@ def test_a_server_to_be_reaped_ends_when_nobody_holds_it(serve: Served) -> None:
     eventually(lambda: "reaped" not in server_names(), 60.0)
 
 
-def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_next(
-    entry: Callable[..., str], tmp_path: Path, ray_session: None
+def test_who_serves_a_name_waits_until_a_server_that_was_let_go_of_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from raysvc.actors import launch
+
+    class Handle: ...
+
+    held = Handle()
+    key = (launch.ray_namespace(), "one")
+    names = [["one"], ["one", "other"], ["other"]]
+    monkeypatch.setattr(launch, "server_names", lambda: names.pop(0))
+    monkeypatch.setattr(launch, "_ending", {key: weakref.ref(held)})
+    launch._wait_for_the_end_of("one")
+    launch._wait_for_the_end_of("other")
+    assert len(names) == 3, "somebody holds it, and nobody here ever held the other one"
+    del held
+    launch._wait_for_the_end_of("one")
+    assert (names, launch._ending) == ([], {})
+
+
+def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_next(
+    entry: Callable[..., str], tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.actors import launch
     from raysvc.actors.launch import start_server
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
@@ -156,7 +178,14 @@ def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_
         name="held", sources=[entry(50)], plan=PlanConfig(batch_size=8), pad_token_id=0,
         journal=str(tmp_path / "journal"), num_cpus=0,
     )  # fmt: skip
-    incarnations = set()
+    incarnations, served = set(), []
+    wait = launch._wait_for_the_end_of
+
+    def noted(name: str) -> None:
+        wait(name)
+        served.append(name in launch.server_names())
+
+    monkeypatch.setattr(launch, "_wait_for_the_end_of", noted)
     for _ in range(3):
         server = start_server(spec, detached=False)
         again = start_server(spec, detached=False)
@@ -164,7 +193,7 @@ def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_
         assert one == other, "as long as there is a handle it is the same server"
         incarnations.add(one)
         del server, again
-    assert len(incarnations) == 3
+    assert (len(incarnations), served) == (3, [False, True] * 3)
 
 
 def test_the_command_line_serves_lists_and_stops(
