@@ -264,7 +264,10 @@ def test_the_line_that_init_says_for_rows_that_the_template_refuses_makes_a_job_
     out = tmp_path / "job.yaml"
     result = run(sample["rows"], "--tokenizer", str(folder), "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "cannot be used (the template refused the conversation: no system)" in result.output
+    assert (
+        "cannot be used, so every command would end: the template refused the conversation: no system ("
+        in result.output
+    )
     if at_hand == "nothing":
         assert "name a tokenizer whose chat template takes them" in result.output
         return
