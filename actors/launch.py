@@ -112,7 +112,9 @@ def _wait_for_the_end_of(name: str) -> None:
     begin = time.monotonic()
     while name in server_names() and time.monotonic() - begin < STOP_TIMEOUT_S:
         time.sleep(0.05)
-    del _ending[ray_namespace(), name]
+    if time.monotonic() - begin >= STOP_TIMEOUT_S:
+        log.warning("still there name=%s: its handle is gone, and somebody else may hold it", name)
+    _ending.pop((ray_namespace(), name), None)
 
 
 def start_collators(spec_json: str, count: int, node_id: str | None) -> list[ActorHandle]:

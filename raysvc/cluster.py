@@ -176,7 +176,7 @@ def _join(address: str) -> None:
         first_line = _first_line(error)
         remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
         if own_rays.may_need_a_token():
-            remedy = "set RAY_AUTH_MODE=token, which `ray start` does by itself where the user has a token"
+            remedy = "check the address, and set RAY_AUTH_MODE=token, as `ray start` does where the user has a token"
         raise AddressError(f"--address {address}", first_line, remedy) from error
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FILE = "run.json"
 FIXED = ("model", "loss", "loss_constant", "precision", "seed")
 CHANGEABLE = ("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps")
+KEYS = "plan.entry_keys"
 EPOCHS = "plan.epochs"
 STOP = "trainer.stop_after"  # only where it is given
 
@@ -80,10 +81,9 @@ def identity_in(folder: Path) -> dict[str, Any] | None:
     return _known(_found(folder))
 
 
-def _short(value: Any) -> str:
-    """Returns the value as text; keys of cache entries by their first characters, as commands print them."""
-    keys = value if isinstance(value, list) else []
-    return repr([key[:16] for key in keys] if keys and all(isinstance(key, str) for key in keys) else value)
+def _short(name: str, value: Any) -> str:
+    """Returns the value as text; keys of cache entries by their first characters."""
+    return repr([key[:16] for key in value] if name == KEYS and isinstance(value, list) else value)
 
 
 def _refuse_another(
@@ -94,7 +94,8 @@ def _refuse_another(
     if not differ or (changed and set(differ) <= changeable):
         return
     fields = "; ".join(
-        f"{name} was {_short(known.get(name))} and is {_short(identity.get(name))}" for name in differ
+        f"{name} was {_short(name, known.get(name))} and is {_short(name, identity.get(name))}"
+        for name in differ
     )
     remedy = "give another trainer.run_dir, or trainer.resume=false to start again"
     if set(differ) <= changeable:

@@ -185,3 +185,9 @@ def test_two_processes_do_not_train_in_one_folder_and_a_killed_one_leaves_it_fre
     with folder.held():
         assert folder.path.is_dir()
     assert folder.set_aside() == tmp_path / "run.1"
+
+
+def test_keys_of_entries_alone_are_shortened() -> None:
+    names = ["a name of more than sixteen letters", "a name of more than sixteen words"]
+    assert run_identity._short("trainer.names", names) == repr(names)
+    assert run_identity._short("plan.entry_keys", ["0123456789abcdef0123"]) == "['0123456789abcdef']"
