@@ -60,7 +60,7 @@ def start_server(
         ServerError: the name is served with another spec; the error names every difference.
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
-    _wait_for_the_end_of(spec.name)
+    held = _held_or_gone(spec.name)
     if spec.name not in server_names():  # one that runs asks for no room
         refuse_without_room(spec.num_cpus, node_id, may_grow)
         if node_id is not None:
@@ -82,6 +82,8 @@ def start_server(
         max_task_retries=-1,
         **_place_of(node_id),
     ).remote(spec.model_dump_json(), incarnation_id)
+    if held == handle:  # by name Ray gives a handle that keeps no server alive
+        handle = held
     text, theirs = wait_for(
         handle.spec_json.remote(),
         f"server {spec.name!r} to start",
@@ -104,17 +106,23 @@ def start_server(
     return handle
 
 
-def _wait_for_the_end_of(name: str) -> None:
-    """Wait until a server is gone whose handle this process let go of: Ray ends it soon, and until then would give it to who asks."""
-    handle = _ending.get((ray_namespace(), name))
-    if handle is None or handle() is not None:
-        return
+def _held_or_gone(name: str) -> ActorHandle | None:
+    """Returns the handle with which a server of this process lives; waits for the end of one whose handle was let go of.
+
+    Ray ends such a server soon, and until then would give it to who asks by name.
+    """
+    known = _ending.get((ray_namespace(), name))
+    if known is None:
+        return None
+    if (held := known()) is not None:
+        return held
     begin = time.monotonic()
     while name in server_names() and time.monotonic() - begin < STOP_TIMEOUT_S:
         time.sleep(0.05)
     if time.monotonic() - begin >= STOP_TIMEOUT_S:
         log.warning("still there name=%s: its handle is gone, and somebody else may hold it", name)
     _ending.pop((ray_namespace(), name), None)
+    return None
 
 
 def start_collators(spec_json: str, count: int, node_id: str | None) -> list[ActorHandle]:

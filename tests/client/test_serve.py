@@ -158,11 +158,11 @@ def test_who_serves_a_name_waits_until_a_server_that_was_let_go_of_is_gone(
     names = [["one"], ["one", "other"], ["other"]]
     monkeypatch.setattr(launch, "server_names", lambda: names.pop(0))
     monkeypatch.setattr(launch, "_ending", {key: weakref.ref(held)})
-    launch._wait_for_the_end_of("one")
-    launch._wait_for_the_end_of("other")
+    assert launch._held_or_gone("one") is held
+    assert launch._held_or_gone("other") is None
     assert len(names) == 3, "somebody holds it, and nobody here ever held the other one"
     del held
-    launch._wait_for_the_end_of("one")
+    launch._held_or_gone("one")
     assert (names, launch._ending) == ([], {})
 
 
@@ -179,18 +179,20 @@ def test_a_server_that_ends_with_its_handle_is_not_given_to_who_serves_its_name_
         journal=str(tmp_path / "journal"), num_cpus=0,
     )  # fmt: skip
     incarnations, served = set(), []
-    wait = launch._wait_for_the_end_of
+    wait = launch._held_or_gone
 
-    def noted(name: str) -> None:
-        wait(name)
+    def noted(name: str) -> Any:
+        held = wait(name)
         served.append(name in launch.server_names())
+        return held
 
-    monkeypatch.setattr(launch, "_wait_for_the_end_of", noted)
+    monkeypatch.setattr(launch, "_held_or_gone", noted)
     for _ in range(3):
         server = start_server(spec, detached=False)
         again = start_server(spec, detached=False)
         (_, one), (_, other) = call(server, "spec_json"), call(again, "spec_json")
         assert one == other, "as long as there is a handle it is the same server"
+        assert again is server, "by name Ray would give a handle that keeps no server alive"
         incarnations.add(one)
         del server, again
     assert (len(incarnations), served) == (3, [False, True] * 3)
