@@ -25,7 +25,7 @@ from raysvc.client.connection import POLL_S, Connection
 from raysvc.client.look_ahead import Limit, LookAhead, Sizes
 from raysvc.client.steps import RankStep
 from raysvc.collate.shard import private, read_shard
-from raysvc.errors import StepOutOfOrder
+from raysvc.errors import StepFailed, StepOutOfOrder
 
 log = logging.getLogger(__name__)
 LOOK_AFTER = 1 / 4
@@ -80,8 +80,12 @@ class RankReader:
         wait, parts = self._connection.sizes(first, stop, (self._role,), self._stream), self._role.num_shards
         return lambda: [None if size is None else size // parts for size in wait()]
 
-    def _opened(self, fetch: RankFetch) -> tuple[StepInfo, list[Any], bool]:
-        """Info and shards of what a collator or the server answered, and whether this process is the first of its node."""
+    def _opened(self, fetch: RankFetch, lost: Any = None) -> tuple[StepInfo, list[Any], bool]:
+        """Info and shards of what a collator or the server answered, and whether this process is the first of its node.
+
+        Args:
+            lost: the ref of the shards that was answered before, and could not be opened.
+        """
         import ray
 
         values = self._values(fetch.refs)
@@ -93,9 +97,14 @@ class RankReader:
         known, (ref, first) = StepInfo.of_rank(info), shards
         try:
             (shards,) = self._values([ref])
-        except ray.exceptions.ObjectLostError:  # with the server, whose it was; the next one makes the same
-            log.warning("shards lost name=%s step=%d: asked again", self._connection.lease.name, fetch.index)
-            return self._opened(self.ask(fetch.index, len(known.mini_batches)))
+        except ray.exceptions.ObjectLostError as error:  # with the server; the next one makes the same
+            name = self._connection.lease.name
+            if ref == lost:
+                raise StepFailed(
+                    name, fetch.index, f"its shards are lost and the server lives ({error})"
+                ) from error
+            log.warning("shards lost name=%s step=%d: asked again", name, fetch.index)
+            return self._opened(self.ask(fetch.index, len(known.mini_batches)), ref)
         return known, shards, first
 
     def _values(self, refs: list[Any]) -> list[Any]:

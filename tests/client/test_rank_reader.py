@@ -77,6 +77,27 @@ def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") 
     return RankReader(answers, Role(3), stream)  # type: ignore[arg-type]
 
 
+def test_shards_that_a_living_server_lost_are_asked_for_once_more_and_then_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each server puts its shards under a ref of its own, so the same ref twice is the same server."""
+    refs = [ray.ObjectRef(bytes([n]) * 28, skip_adding_local_ref=True) for n in (1, 2)]
+    answers = Answers([])
+    left = [refs[0], refs[1], refs[1]]
+
+    def values(asked: list[Any]) -> list[Any]:
+        if asked in ([refs[0]], [refs[1]]):
+            raise ray.exceptions.ObjectLostError("11" * 28, None, "")
+        return [["info", left.pop(0), False]]
+
+    monkeypatch.setattr(StepInfo, "of_rank", lambda info: SimpleNamespace(mini_batches=[1, 2]))
+    opening = RankReader(answers, Role(3))  # type: ignore[arg-type]
+    monkeypatch.setattr(opening, "_values", values)
+    with pytest.raises(StepFailed, match="could not make step 7: its shards are lost and the server lives"):
+        opening.arrive(RankFetch(7, []))
+    assert (left, answers.calls) == ([], [(7, Role(3), 2, "")] * 2)
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
     late: int, monkeypatch: pytest.MonkeyPatch
