@@ -26,7 +26,7 @@ from raysvc.redact import redacted
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
 
-EXAMPLES_KEPT = 20
+EXAMPLES_KEPT = 200
 
 
 def make_report(
@@ -51,7 +51,7 @@ def make_report(
     return {
         **known_before(job, plan),
         "row_counts": row_counts.to_json(),
-        "examples": examples[:EXAMPLES_KEPT],
+        "examples": _of_each_reason(examples, EXAMPLES_KEPT),
         "verification": {
             "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
             "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
@@ -75,6 +75,16 @@ def known_before(job: JobConfig, plan: BuildPlan) -> dict[str, Any]:
         "source_rows": [piece.num_rows for piece in plan.source.slices],
         "paths": [redacted(path) for path in job.source.names],
     }
+
+
+def _of_each_reason(examples: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """At most so many examples, as evenly of all reasons as there are some; in their order."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for place, one in enumerate(examples):
+        ranked.append((seen[one["reason"]], place))
+        seen[one["reason"]] += 1
+    return [examples[place] for place in sorted(place for _, place in sorted(ranked)[:most])]
 
 
 def _widest(receipts: Sequence[Receipt]) -> dict[str, int]:

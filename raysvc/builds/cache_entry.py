@@ -20,7 +20,7 @@ from raysvc.builds.entry_report import Report, joined_report
 from raysvc.cache.rows import Rows
 from raysvc.errors import ConfigError, PlanError
 from raysvc.job.config import PAIRED
-from raysvc.plan.fact_table import facts_html, facts_text
+from raysvc.plan.fact_table import facts_html, facts_text, records_html, spans_html
 from raysvc.plan.sliced.sliced_rows import check_rows
 from raysvc.ragged import Int64s
 from raysvc.row_ids import parsed, split
@@ -31,6 +31,33 @@ if TYPE_CHECKING:
 
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.cache.entry import Entry
+
+
+class EntryRow(dict[str, Any]):
+    """One row of an entry: column name -> list or value."""
+
+    def __init__(self, values: Mapping[str, Any], entry: CacheEntry) -> None:
+        super().__init__(values)
+        self._entry = entry
+
+    def spans(self) -> list[tuple[str, bool]]:
+        """Stretches of text: (text, trained).
+
+        Raises:
+            TokenizerError: the entry keeps no tokenizer.
+        """
+        ids, mask, tokenizer = self["input_ids"], self["loss_mask"], self._entry.tokenizer
+        cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
+        edges = itertools.pairwise([0, *cuts, len(ids)])
+        return [(str(tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _repr_html_(self) -> str:
+        facts = {"tokens": len(self["input_ids"]), "trained": sum(self["loss_mask"])}
+        facts |= {name: value for name, value in self.items() if not isinstance(value, list)}
+        return facts_html("Row", facts) + spans_html(self.spans())
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,9 +143,9 @@ class CacheEntry:
         """int64 [N], ids of all rows, as `raysvc.row_ids` makes them; in the order of the entry."""
         return self.rows.row_ids()
 
-    def row(self, index: int | str) -> dict[str, Any]:
-        """One row, by its id, which may be written `0:17:451`: column name -> list or value."""
-        return self.rows.row(int(self._ids([index])[0]))
+    def row(self, index: int | str) -> EntryRow:
+        """One row, by its id, which may be written `0:17:451`: column name -> list or value. A notebook shows its text, marked."""
+        return EntryRow(self.rows.row(int(self._ids([index])[0])), self)
 
     def origins(self, row_ids: Sequence[int | str]) -> list[tuple[str, int]]:
         """Returns where rows come from: the source (its name in a mixture, else its files), and the row's number
@@ -159,17 +186,21 @@ class CacheEntry:
 
     def spans(self, index: int | str) -> list[tuple[str, bool]]:
         """One row as stretches of text: (text, trained)."""
-        row = self.row(index)
-        ids, mask = row["input_ids"], row["loss_mask"]
-        cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
-        edges = itertools.pairwise([0, *cuts, len(ids)])
-        return [(str(self.tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+        return self.row(index).spans()
 
     def __repr__(self) -> str:
         return facts_text("cache entry", self._facts())
 
     def _repr_html_(self) -> str:
-        return facts_html("Cache entry", self._facts())
+        aside = self.report.get("examples", ())
+        if not aside:
+            return facts_html("Cache entry", self._facts())
+        count = sum(self.report["row_counts"]["quarantined"].values())
+        lines = [[one["source_row"], one["reason"], one["detail"]] for one in aside]
+        title = f"{len(aside):,} of {count:,} quarantined rows"
+        return facts_html("Cache entry", self._facts()) + records_html(
+            title, ("source row", "reason", "detail"), lines
+        )
 
     def _facts(self) -> dict[str, Any]:
         source = ", ".join(self.report.get("paths", ()))

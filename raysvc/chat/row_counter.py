@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from raysvc.chat.row_counts import Quarantined, RowCounts, quarantine_exceeded
 from raysvc.chat.row_errors import RowDropped, RowFault
 
-EXAMPLES = 3
+EXAMPLES = 50
 REASONS = 50
 OTHER = "other faults"
 

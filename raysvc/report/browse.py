@@ -1,109 +1,168 @@
-"""Rows of an entry that one can look through: search, choose a source, sort, open one.
+"""Rows of an entry that one can look through: search, choose a source or a reason, sort, open one.
 
 Always true:
-- every text is escaped, and the page's script only shows and orders rows that stand in the page; without it the first are there;
-- at most `SHOWN` rows more are drawn at a time, so that a browser is quick with as many as a page holds;
+- facts of rows and the texts of some lie packed in the page; its script draws them as text, and only those that are looked at;
 - a long text is cut in its middle, and says how much is left out.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from raysvc.inspect.row_view import Kind, RowPicture, TextRun, row_picture
+from raysvc.inspect.row_view import Kind, RowPicture, TextRun
 from raysvc.row_ids import written
-
-if TYPE_CHECKING:
-    from raysvc.row_batch import RowBatch
 
 TAGS: dict[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
 END_CHARACTERS = 2000  # of each end of a long text
+END_TOKENS = 500  # of each end of a long row
 SHOWN = 100
-BEGIN_CHARACTERS = 120  # of what is seen of a row that is not open
 STYLE = """
 .browse{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin-bottom:8px}.browse[hidden],.browse [hidden]{display:none}
 .browse input,.browse select,#more{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:4px 8px;max-width:100%}
-#rows details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
+#rows>details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
 #rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}
-#rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}
+#rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}#rows p{margin:0 0 4px;overflow-wrap:anywhere}
+.ids{display:flex;flex-wrap:wrap;gap:4px;font-size:11px;max-height:40vh;overflow:auto;margin-bottom:12px}
+.ids>*{border:1px solid var(--line);border-radius:3px;padding:0 3px;font-weight:400}.ids>b{color:var(--on);background:var(--onb)}.ids code{white-space:pre-wrap;display:block}
 """
 
 
-class BrowsedRow(NamedTuple):
-    """One row, the source it comes from, and its loss where a run reported it."""
+@dataclass(frozen=True)
+class BrowsedRow:
+    """Shows one row whose text is in the page.
 
-    row: RowPicture
-    source: str
-    loss: float | None = None
+    Attributes:
+        picture: its text.
+        ids: its tokens; an id with loss as -id - 1.
+    """
 
-
-def browsed_rows(
-    batch: RowBatch, sources: Sequence[str], tokenizer: object, losses: Mapping[int, float]
-) -> list[BrowsedRow]:
-    """The rows of a batch, with the source of each."""
-    ids, mask, bounds = batch.tokens["input_ids"], batch.tokens["loss_mask"], batch.offsets.tolist()
-    found = []
-    for number, (row_id, source) in enumerate(zip(batch.row_ids.tolist(), sources, strict=True)):
-        cells = slice(bounds[number], bounds[number + 1])
-        picture = row_picture(row_id, ids[cells].tolist(), mask[cells].tolist(), tokenizer)
-        found.append(BrowsedRow(picture, source, losses.get(row_id)))
-    return found
+    picture: RowPicture
+    ids: Sequence[int] = ()
 
 
-def browse(rows: Sequence[BrowsedRow], num_rows: int, set_aside: Sequence[Mapping[str, Any]] = ()) -> str:
+@dataclass(frozen=True)
+class BrowsedRows:
+    """Holds the rows of a page, column by column, in the order of the entry.
+
+    Attributes:
+        row_ids: of every row that is listed.
+        lengths: its tokens.
+        trained: its tokens with loss.
+        source: the number of its source in `sources`.
+        sources: names.
+        texts: row id -> the row, of those whose text is in the page.
+        losses: row id -> what a run reported last.
+        steps: row id -> steps that trained it.
+        pieces: id -> text, of the tokens of `texts`.
+    """
+
+    row_ids: Sequence[int]
+    lengths: Sequence[int]
+    trained: Sequence[int]
+    source: Sequence[int]
+    sources: Sequence[str]
+    texts: Mapping[int, BrowsedRow]
+    losses: Mapping[int, float] = field(default_factory=dict)
+    steps: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    pieces: Mapping[int, str] = field(default_factory=dict)
+
+
+def browse(
+    rows: BrowsedRows, counts: Mapping[str, Any], set_aside: Sequence[Mapping[str, Any]], command: str
+) -> str:
     """The section of a page.
 
     Args:
-        num_rows: of the entry, of which these are some.
+        rows: of the entry, all or some.
+        counts: of the entry, which say how many rows there are.
         set_aside: quarantined rows: where they are, reason and detail.
+        command: that shows a row, without the row.
     """
-    which = "All rows"
-    if len(rows) != num_rows:
-        worst = " and those of the highest loss" if any(one.loss is not None for one in rows) else ""
-        which = f"{len(rows):,} of {num_rows:,} rows, evenly spread, with the longest, the shortest{worst}"
-    drawn = [*map(_row, rows), *map(_row_aside, set_aside)]
+    listed, num_rows, told = len(rows.row_ids), counts["rows_written"], len(rows.texts)
+    which = "All rows" if listed == num_rows else f"{listed:,} of {num_rows:,} rows, evenly spread"
+    if told < listed:
+        worst = ", and those of the highest loss" if rows.losses else ""
+        which += f"; {told:,} of them with their text, which a search reads: evenly spread, some of each source, the longest, the shortest{worst}"
     return (
-        f"<h2>Rows</h2><p>{which}. Marked text has loss; a click opens a row. <code>raysvc show --row N</code> prints any row.</p>"
+        f"<h2>Rows</h2><p>{which}. Marked text has loss; a click opens a row. <code>{escape(command)} --row N</code> prints any row.</p>"
         "<div class='browse' id='browse' hidden><input type='search' id='find' placeholder='Search' aria-label='Search rows'>"
         "<select id='source' aria-label='Source'><option value=''>all sources</option></select>"
         "<select id='state' aria-label='State'><option value=''>in the entry</option></select><select id='order' aria-label='Order'></select><span id='count'></span></div>"
-        f"<div id='rows'>{''.join(drawn[: min(len(rows), SHOWN)])}</div>"
-        f"<template id='further'>{''.join(drawn[min(len(rows), SHOWN) :])}</template><button id='more' hidden>{SHOWN} more</button>"
+        f"<div id='rows' data-shown='{SHOWN}'></div><button id='more' hidden>{SHOWN} more</button>"
+        f'<script type="application/octet-stream" id="table">{_packed(_table(rows, counts, set_aside, command))}</script>'
     )
 
 
-def _row(one: BrowsedRow) -> str:
-    row = one.row
-    share = row.trained / max(row.length, 1)
-    text = "".join(run.text for run in row.stretches if run.kind != "special")
-    begin = escape(" ".join(text[: 4 * BEGIN_CHARACTERS].split())[:BEGIN_CHARACTERS])
-    parts = "".join(run_html(run, row.trained_special) for run in _cut(row.stretches))
-    loss = "" if one.loss is None else f"<span>loss {one.loss:.3f}</span>"
-    return (
-        f"<details data-tokens='{row.length}' data-share='{share:.4f}' data-source='{escape(one.source)}' "
-        f"data-loss='{'' if one.loss is None else f'{one.loss:.4f}'}'>"
-        f"<summary><span>{written(row.row_id)}</span><span>{row.length:,} tokens</span><span>{share:.0%} trained</span>{loss}<q>{begin}</q>"
-        f"</summary><div class='row'>{parts}</div></details>"
+def _table(
+    rows: BrowsedRows, counts: Mapping[str, Any], set_aside: Sequence[Mapping[str, Any]], command: str
+) -> dict[str, Any]:
+    ids = list(map(int, rows.row_ids))
+    return {
+        "command": command,
+        "written": counts["rows_written"],
+        "quarantined": counts["quarantined"],
+        "id": list(map(written, ids)),
+        "tokens": list(map(int, rows.lengths)),
+        "trained": list(map(int, rows.trained)),
+        "source": list(map(int, rows.source)),
+        "sources": list(rows.sources),
+        "loss": [None if row not in rows.losses else round(rows.losses[row], 4) for row in ids],
+        "steps": [rows.steps.get(row) for row in ids],
+        "texts": [_told(rows.texts[row]) if row in rows.texts else None for row in ids],
+        "pieces": rows.pieces,
+        "aside": [_aside(one, len(rows.sources) > 1) for one in set_aside],
+    }
+
+
+def _packed(table: Mapping[str, Any]) -> str:
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(errors="replace"))).decode()
+
+
+def _told(row: BrowsedRow) -> dict[str, Any]:
+    runs = [list(one) for one in _marks(_cut(row.picture.stretches), row.picture.trained_special)]
+    return {"runs": runs, "ids": row.ids} if row.ids else {"runs": runs}
+
+
+def _aside(one: Mapping[str, Any], of_some: bool) -> dict[str, Any]:
+    source = str(one.get("dataset") or "")
+    shown = f"{source}:{one['source_row']}" if of_some and source else str(one["source_row"])
+    return {"source": source, "why": one["reason"], "detail": one["detail"], "shown": shown}
+
+
+def text_html(row: RowPicture) -> str:
+    """The text of a row, for a page without a script."""
+    text = ""
+    for tags, inside in _marks(row.stretches, row.trained_special):
+        begin, end = (f"<{tags.replace(' ', '><')}>", "".join(f"</{tag}>" for tag in tags.split()[::-1]))
+        text += f"{begin}{escape(inside)}{end}"
+    return text
+
+
+def _marks(runs: Sequence[TextRun] | Iterator[TextRun], special: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(tags, text): the tags stand one in the other; what there is of `special` in trained text is marked too."""
+    either = re.compile(
+        "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)"
     )
-
-
-def _row_aside(one: Mapping[str, Any]) -> str:
-    why, source = escape(str(one["reason"])), escape(str(one.get("dataset") or ""))
-    return (
-        f"<details data-source='{source}' data-why='{why}'><summary><span>source row {one['source_row']}</span>"
-        f"<span>quarantined</span><q>{why}</q></summary><div class='row'>{escape(str(one['detail']))}</div></details>"
-    )
-
-
-def run_html(run: TextRun, special: Sequence[str] = ()) -> str:
-    """Text of one kind; what it has of `special` is marked in trained text too."""
-    inside = escape(run.text)
-    if run.kind == "trained":
-        for text in map(escape, special):
-            inside = inside.replace(text, f"<i>{text}</i>")
-    return f"<{TAGS[run.kind]}>{inside}</{TAGS[run.kind]}>"
+    for run in runs:
+        if run.kind != "trained":
+            yield TAGS[run.kind], run.text
+            continue
+        at = 0
+        for found in either.finditer(run.text):
+            if at < found.start():
+                yield "b", run.text[at : found.start()]
+            yield "b i", found[0]
+            at = found.end()
+        if at < len(run.text):
+            yield "b", run.text[at:]
 
 
 def _cut(runs: Sequence[TextRun]) -> Iterator[TextRun]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from heapq import nlargest
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +18,19 @@ import numpy.typing as npt
 from raysvc.builds.job_plan import report_of
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
+from raysvc.errors import StateMismatch
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
-from raysvc.media.medium import TOKENS
-from raysvc.report.browse import BrowsedRow, browsed_rows
-from raysvc.row_ids import split
+from raysvc.report.browse import BrowsedRows
+from raysvc.report.browsed_rows import browsed_rows, seen_rows, spread
+from raysvc.row_ids import parse, split
 from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
-    from raysvc.row_batch import RowBatch
 
-BROWSED_CHARACTERS = 4_000_000
-ROW_CHARACTERS = 300  # of a row's marks in the page
-CHARACTERS_PER_TOKEN = 4
-LEAST_BROWSED = 200
-BROWSED_ENDS = 100  # longest rows, shortest ones, and ones of the highest loss
 MEDIA_ROWS = 12
-TRAINED_SAMPLE = 20_000
 
 
 @dataclass(frozen=True)
@@ -48,14 +41,15 @@ class Facts:
         title: of the page.
         overview: name -> value.
         lengths: source -> tokens of every row.
-        trained: source -> share of tokens with loss, 0 to 1, of the sampled rows.
-        rows: some of the entry, to look through.
+        trained: source -> share of tokens with loss, 0 to 1, of the listed rows.
+        rows: of the entry, to look through.
         row_counts: the entry's row_counts.
         set_aside: quarantined examples.
         plan: for `dp_size` ranks; None where the source has no end.
         steps: lines of the run's metrics; empty without a run.
         evals: lines of the run's evals.
         run_dir: whose logs these are.
+        command: that shows a row.
         summary: of the run; None without one.
         media: of some rows, by row number.
         decisions: of the run, in the order in which they were made.
@@ -65,7 +59,7 @@ class Facts:
     overview: Mapping[str, Any]
     lengths: Mapping[str, Sequence[float]]
     trained: Mapping[str, Sequence[float]]
-    rows: Sequence[BrowsedRow]
+    rows: BrowsedRows
     row_counts: Mapping[str, Any]
     set_aside: Sequence[Mapping[str, Any]]
     plan: PlanReport | None
@@ -74,6 +68,7 @@ class Facts:
     summary: Mapping[str, Any] | None
     evals: Sequence[Mapping[str, Any]] = ()
     run_dir: str = ""
+    command: str = "raysvc show"
     media: Mapping[int, Sequence[ShownMedium]] = field(default_factory=dict)
     decisions: Sequence[Mapping[str, Any]] = ()
 
@@ -84,8 +79,9 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     steps = list(folder.lines(folder.metrics))
     report = entry.report
     lengths, rows = entry.rows.lengths(), entry.row_ids()
+    losses = _losses(job, len(steps))
+    seen = seen_rows(entry, rows, lengths, losses)
     has_end = not any(one.listings for one in entry.entries)
-    sample = entry.rows.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
         title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
         overview={
@@ -98,8 +94,8 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             **({"run": str(folder.path)} if steps else {}),
         },
         lengths=_by_source(entry, rows, lengths),
-        trained=_trained(entry, sample),
-        rows=_browsed(entry, rows, lengths, _losses(job, len(steps))),
+        trained=_by_source(entry, seen.row_ids, seen.trained / np.maximum(seen.lengths, 1)),
+        rows=browsed_rows(entry, seen, losses, _steps_of_rows(folder)),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -108,7 +104,10 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         summary=folder.summary(),
         evals=list(folder.lines(folder.evals)),
         run_dir=str(folder.path),
-        media=media_of_rows(entry, _rows_with_media(sample)),
+        command=f"raysvc show {folder.path}" if steps else "raysvc show",
+        media=media_of_rows(
+            entry, [seen.with_media[place] for place in spread(len(seen.with_media), MEDIA_ROWS)]
+        ),
         decisions=_decisions(job),
     )
 
@@ -142,42 +141,29 @@ def _losses(job: JobConfig, steps: int) -> dict[int, float]:
     }
 
 
+def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
+    """Row -> the steps that trained it.
+
+    Raises:
+        StateMismatch: the row log is not what was written.
+    """
+    found: dict[int, list[int]] = {}
+    try:
+        for line in folder.lines(folder.rows):
+            for row in line["row_ids"]:
+                found.setdefault(parse(row), []).append(int(line["step"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"holds what no run writes ({error})"
+        raise StateMismatch(
+            str(folder.rows), what, "restore it, or remove it: steps of rows are then not told"
+        ) from error
+    return found
+
+
 def _decisions(job: JobConfig) -> list[dict[str, Any]]:
     """Lists from which step on there are other weights, and rows that are left out."""
     known = _feedback(job).decisions()
     return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
-
-
-def _browsed(
-    entry: CacheEntry,
-    rows: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int32],
-    losses: Mapping[int, float],
-) -> list[BrowsedRow]:
-    """As many rows as a page has room for, evenly spread, and those that one looks for: at the ends of lengths and losses."""
-    room = BROWSED_CHARACTERS / (ROW_CHARACTERS + CHARACTERS_PER_TOKEN * float(lengths.mean()))
-    chosen = set(_spread(len(rows), max(LEAST_BROWSED, int(room))))
-    if len(chosen) < len(rows):
-        by_length = np.argsort(lengths, kind="stable")
-        worst = nlargest(BROWSED_ENDS, losses, key=lambda row: losses[row])
-        chosen.update(by_length[:BROWSED_ENDS].tolist(), by_length[-BROWSED_ENDS:].tolist())
-        chosen.update(np.flatnonzero(np.isin(rows, worst)).tolist())
-    taken = rows[sorted(chosen)]
-    sources = entry.sources_of(taken) if entry.sources else ["rows"] * len(taken)
-    return browsed_rows(entry.rows.read(taken), sources, entry.tokenizer, losses)
-
-
-def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:
-    mask = np.concatenate([[0], np.cumsum(batch.tokens["loss_mask"], dtype=np.int64)])
-    counts = mask[batch.offsets[1:]] - mask[batch.offsets[:-1]]
-    return _by_source(entry, batch.row_ids, counts / np.maximum(np.diff(batch.offsets), 1))
-
-
-def _rows_with_media(sample: RowBatch) -> list[int]:
-    """Some rows that have media, evenly spread over those of a sample."""
-    counts = sample.rows.get(TOKENS)
-    with_media = [] if counts is None else sample.row_ids[np.flatnonzero(counts)].tolist()
-    return [with_media[place] for place in _spread(len(with_media), MEDIA_ROWS)]
 
 
 def _by_source(
@@ -188,9 +174,3 @@ def _by_source(
         return {"rows": values.tolist()}
     numbers = split(rows).source
     return {name: values[numbers == number].tolist() for number, name in enumerate(entry.sources)}
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` numbers below `count`, evenly spread."""
-    take = min(count, most)
-    return [index * count // take for index in range(take)]

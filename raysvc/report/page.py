@@ -75,7 +75,7 @@ def render(facts: Facts) -> str:
         _decisions(facts.decisions) if facts.decisions else "",
         _lengths(facts, figures),
         _row_counts(facts),
-        browse(facts.rows, facts.row_counts["rows_written"], facts.set_aside) if facts.rows else "",
+        browse(facts.rows, facts.row_counts, facts.set_aside, facts.command),
         pictures,
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
     ]

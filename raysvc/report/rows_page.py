@@ -7,7 +7,7 @@ from html import escape
 
 from raysvc.inspect.row_media import ShownMedium
 from raysvc.inspect.row_view import RowPicture
-from raysvc.report.browse import run_html
+from raysvc.report.browse import text_html
 from raysvc.report.page import STYLE
 from raysvc.report.pictures import picture_figure
 
@@ -25,7 +25,7 @@ def render_rows(
     shown = {row: "".join(map(picture_figure, some)) for row, some in (media or {}).items()}
     said = "".join(f"<p>{escape(fact)}</p>" for fact in facts)
     cards = "".join(
-        f"<div class='card'><p>{escape(head)}</p>{row_html(row)}{shown.get(row.row_id, '')}</div>"
+        f"<div class='card'><p>{escape(head)}</p><div class='row'>{text_html(row)}</div>{shown.get(row.row_id, '')}</div>"
         for head, row in rows
     )
     return (
@@ -33,9 +33,3 @@ def render_rows(
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}{MORE_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p>Marked text has loss.</p>{said}{cards}</body></html>\n"
     )
-
-
-def row_html(row: RowPicture) -> str:
-    """The text of a row."""
-    parts = (run_html(run, row.trained_special) for run in row.stretches)
-    return f"<div class='row'>{''.join(parts)}</div>"

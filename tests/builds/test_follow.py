@@ -322,7 +322,7 @@ def test_a_report_has_the_rows_of_all_listings_and_no_plan(tmp_path: Path, sampl
     assert facts.overview["rows"] == 9
     assert len(facts.lengths["rows"]) == len(facts.trained["rows"]) == 9
     assert sum(facts.lengths["rows"]) == facts.overview["tokens"]
-    said = ["".join(run.text for run in one.row.stretches) for one in facts.rows]
+    said = ["".join(run.text for run in one.picture.stretches) for one in facts.rows.texts.values()]
     assert [text.partition("a ")[2][0] for text in said] == [*"012345678"]
     assert facts.row_counts["rows_in"] == 10
     FeedbackLog(f"{job.run_dir}/server/feedback").add(0, Decision("x", 3, None, (), (1, 2), {}))

@@ -53,13 +53,13 @@ def test_row_counts_that_do_not_balance_are_our_fault(wrong: RowCounts) -> None:
 
 def test_the_counter_counts_every_row_once_and_keeps_a_few_examples() -> None:
     counter = RowCounter("data.jsonl")
-    for row in range(100):
+    for row in range(200):
         counter.leave_out(row, RowFault("bad", f"number {row}") if row % 2 else RowDropped("too long"))
     closed = counter.row_counts(written=7, rendered=30, trained=10, context=15)
-    assert (closed.rows_in, closed.dropped, closed.quarantined) == (107, {"too long": 50}, {"bad": 50})
+    assert (closed.rows_in, closed.dropped, closed.quarantined) == (207, {"too long": 100}, {"bad": 100})
     assert closed.tokens_truncated == 5
     assert str(counter.examples[0]) == "data.jsonl:1: bad (number 1)"
-    assert len(counter.examples) == EXAMPLES
+    assert len(counter.examples) == EXAMPLES == 50
 
 
 def test_many_different_reasons_are_counted_together() -> None:

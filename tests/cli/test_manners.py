@@ -394,5 +394,6 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
         assert html.startswith("<table>")
         assert len(html) < 2500
         assert len(repr(thing)) < 500
+        assert "<details" not in html
     fetched_ahead = Step(1, 0, (Mini(shards, None),))
     assert "trained tokens" not in repr(fetched_ahead)

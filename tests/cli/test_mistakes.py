@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
 import time
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from raysvc.builds.build_report import _of_each_reason
 from raysvc.cli.main import app
 from raysvc.cluster import connect
 from raysvc.errors import AddressError
@@ -216,6 +220,23 @@ def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
     assert (row_counts["rows_in"], row_counts["rows_written"]) == (242, 240)
     assert sum(row_counts["quarantined"].values()) == 2
     assert {example["source_row"] for example in entry.report["examples"]} == {100, 201}
+    html, row = entry._repr_html_(), entry.row(3)
+    assert "<summary>2 of 2 quarantined rows</summary>" in html
+    assert all(f">{example['source_row']}</td>" in html for example in entry.report["examples"])
+    assert "".join(text for text, _ in row.spans()) == entry.text(3)
+    shown = (
+        re.sub(r"</?mark>", "", row._repr_html_()),
+        re.findall("<mark>(.*?)</mark>", row._repr_html_(), re.DOTALL),
+    )
+    assert escape(entry.text(3)) in shown[0]
+    assert shown[1] == [escape(text) for text, trained in row.spans() if trained] != []
+    assert pickle.loads(pickle.dumps(row)) == dict(row)
+
+
+def test_examples_are_kept_evenly_of_all_reasons_in_their_order() -> None:
+    rows = [{"source_row": n, "reason": "rare" if n in (70, 90) else "common"} for n in range(100)]
+    kept = [one["source_row"] for one in _of_each_reason(rows, 5)]
+    assert kept == [0, 1, 2, 70, 90]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])

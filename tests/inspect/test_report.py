@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import shutil
 import subprocess
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +25,10 @@ from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.inspect.row_view import RowPicture, TextRun, row_picture
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
-from raysvc.report.browse import END_CHARACTERS, BrowsedRow, browse
+from raysvc.report.browse import END_CHARACTERS, BrowsedRow, BrowsedRows, browse
+from raysvc.report.browsed_rows import browsed_rows, seen_rows
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import Facts, _browsed, worst_stalls
+from raysvc.report.facts import Facts, worst_stalls
 from raysvc.report.page import render
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
@@ -49,9 +53,24 @@ STEPS = [
 ]
 
 
-def shown(text: str, tokens: int, source: str = "chat") -> BrowsedRow:
+def shown(text: str, row_id: int) -> BrowsedRow:
     runs = TextRun("<|user|>", "special"), TextRun(text, "context"), TextRun(f"answer {text}", "trained")
-    return BrowsedRow(RowPicture(tokens, tokens, 3, runs), source, {4: 1.5, 70: 2.5}.get(tokens))
+    return BrowsedRow(RowPicture(row_id, row_id, 3, runs), [7, -9])
+
+
+def listed(text: str = "hello", *, of_math: str = "math") -> BrowsedRows:
+    """Rows of 9, 4, 70 and 5 tokens; of the last one the text is not in the page."""
+    texts = {9: shown(text, 9), 4: shown("short", 4), 70: shown("long", 70)}
+    pieces = {7: "<p>", 8: "x"}
+    return BrowsedRows(
+        [9, 4, 70, 5], [9, 4, 70, 5], [3, 3, 3, 5], [0, 1, 0, 1], ["chat", of_math], texts, {4: 1.5, 70: 2.5}, {4: [0, 6]}, pieces
+    )  # fmt: skip
+
+
+def table_of(page: str) -> dict[str, Any]:
+    """What the page's script gets."""
+    packed = page.partition('id="table">')[2].partition("<")[0]
+    return dict(json.loads(zlib.decompress(base64.b64decode(packed))))
 
 
 def facts(text: str = "hello", *, steps: bool = True) -> Facts:
@@ -63,7 +82,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         overview={"rows": 20},
         lengths={"chat": list(range(10, 25)), text: list(range(25, 30))},
         trained={"chat": [0.5] * 15, text: [0.25] * 5},
-        rows=[shown(text, 9), shown("short", 4, "math"), shown("long", 70)],
+        rows=listed(text),
         row_counts={**row_counts, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": "too odd"}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
@@ -88,7 +107,7 @@ def test_a_page_asks_for_nothing_and_its_policy_names_its_three_scripts() -> Non
 def test_a_hostile_row_is_only_text() -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     page = render(facts(hostile))
-    assert page.count("<script") == render(facts()).count("<script") == 4
+    assert page.count("<script") == render(facts()).count("<script") == 5
     assert "<img" not in page
     assert "&lt;script&gt;" in page
 
@@ -118,16 +137,24 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
     assert "num rows" in page
 
 
-def test_rows_stand_in_the_page_with_what_they_are_sorted_by() -> None:
-    page = browse([shown("<b>one", 9), shown("two", 4, "m'ath")], 50)
-    assert "2 of 50 rows, evenly spread" in page
-    assert "<details data-tokens='9' data-share='0.3333' data-source='chat' data-loss=''>" in page
-    assert "data-source='m&#x27;ath'" in page
-    assert "<i>&lt;|user|&gt;</i><span>&lt;b&gt;one</span><b>answer &lt;b&gt;one</b>" in page
-    assert "<q>&lt;b&gt;oneanswer &lt;b&gt;one</q>" in page, (
-        "what is seen of a closed row has no special tokens"
+COUNTS = {"rows_written": 4, "quarantined": {"<odd>": 900}}
+
+
+def test_every_row_is_in_the_table_of_the_page_with_what_it_is_found_by() -> None:
+    page = browse(listed("<b>one", of_math="m'ath"), COUNTS, [], "raysvc show runs/<a>")
+    assert "All rows; 3 of them with their text" in page
+    assert "<code>raysvc show runs/&lt;a&gt; --row N</code>" in page
+    assert "<b>one" not in page
+    table = table_of(page)
+    assert (table["id"], table["tokens"]) == (["0:0:9", "0:0:4", "0:0:70", "0:0:5"], [9, 4, 70, 5])
+    assert (table["trained"], table["loss"]) == ([3, 3, 3, 5], [None, 1.5, 2.5, None])
+    assert ([table["sources"][one] for one in table["source"]], table["steps"][1]) == (
+        ["chat", "m'ath"] * 2,
+        [0, 6],
     )
-    assert "All rows." in browse([shown("one", 9)], 1)
+    assert table["texts"][0]["runs"] == [["i", "<|user|>"], ["span", "<b>one"], ["b", "answer <b>one"]]
+    assert (table["texts"][0]["ids"], table["texts"][3]) == ([7, -9], None)
+    assert "4 of 50 rows, evenly spread; 3" in browse(listed(), {**COUNTS, "rows_written": 50}, [], "")
 
 
 def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
@@ -136,47 +163,67 @@ def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
         added_tokens_decoder={7: AddedToken("<end>", special=True), 8: AddedToken("<|", special=True)},
         decode=lambda ids: "".join(texts[one] for one in ids),
     )
-    row = row_picture(1, [8, 9, 9, 7, 7, 9], [0, 0, 1, 1, 0, 0], tokenizer)
-    page = browse([BrowsedRow(row, "rows")], 1)
-    assert "<i>&lt;|</i><span>a&lt;b</span><b>a&lt;b<i>&lt;end&gt;</i></b><i>&lt;end&gt;</i>" in page
-    assert "<b>a&lt;b<i>&lt;end&gt;</i></b>" in render_rows("rows", [], [("row", row)])
+    row = row_picture(1, [8, 9, 9, 7, 9, 7, 9], [0, 0, 1, 1, 1, 0, 0], tokenizer)
+    told = [
+        ["i", "<|"],
+        ["span", "a<b"],
+        ["b", "a<b"],
+        ["b i", "<end>"],
+        ["b", "a<b"],
+        ["i", "<end>"],
+        ["span", "a<b"],
+    ]
+    rows = BrowsedRows([1], [7], [3], [0], ["rows"], {1: BrowsedRow(row)})
+    assert table_of(browse(rows, COUNTS, [], ""))["texts"][0] == {"runs": told}
+    page = render_rows("rows", [], [("row", row)])
+    assert "<b>a&lt;b</b><b><i>&lt;end&gt;</i></b><b>a&lt;b</b><i>&lt;end&gt;</i>" in page
 
 
-def test_quarantined_rows_stand_with_their_reasons_and_trained_ones_with_their_loss() -> None:
+def test_quarantined_rows_stand_with_their_reasons_and_how_many_there_are() -> None:
     aside = [{"source_row": 3, "reason": "<odd>", "detail": "why", "dataset": "m<"}]
-    page = browse([shown("two", 4)], 50, aside)
-    assert "data-loss='1.5000'" in page
-    assert "<span>loss 1.500</span>" in page
-    page, _, further = page.partition("<template id='further'>")
-    assert "source row" not in page
-    assert "data-why='&lt;odd&gt;'><summary><span>source row 3</span>" in further
-    assert "<q>&lt;odd&gt;</q></summary><div class='row'>why</div>" in further
+    table = table_of(browse(listed(), COUNTS, aside, ""))
+    assert table["aside"] == [{"source": "m<", "why": "<odd>", "detail": "why", "shown": "m<:3"}]
+    assert table["quarantined"] == {"<odd>": 900}
 
 
 @pytest.mark.parametrize("middle", [0, 1, 12_345])
 def test_a_long_row_is_cut_in_its_middle(middle: int) -> None:
     head, tail = "a" * END_CHARACTERS, "b" * (END_CHARACTERS - 10)
     runs = TextRun(head + "x" * middle + tail, "context"), TextRun("c" * 10, "trained")
-    text = browse([BrowsedRow(RowPicture(1, 9, 3, runs), "rows")], 1).partition("class='row'>")[2]
-    told = f"<i> […{middle:,} characters…] </i>" if middle else ""
-    joined = re.sub(r"</?(b|span)>", "", text.partition("</div>")[0])
-    assert joined == head + told + tail + "c" * 10
+    rows = BrowsedRows([1], [9], [3], [0], ["rows"], {1: BrowsedRow(RowPicture(1, 9, 3, runs))})
+    told = table_of(browse(rows, COUNTS, [], ""))["texts"][0]["runs"]
+    said = f" […{middle:,} characters…] " if middle else ""
+    assert "".join(text for _, text in told) == head + said + tail + "c" * 10
+    assert not middle or ["i", said] in told
 
 
-SEEN = """<script>addEventListener("load", () => {
-  const seen = () => [...document.querySelectorAll("#rows details:not([hidden])")].map((row) => row.dataset.tokens).join();
+SEEN = """<script>addEventListener("load", async () => {
+  await browsed;
+  const seen = () => [...document.querySelectorAll("#rows > details > summary > span:first-child")].map((one) => one.textContent.split(":").at(-1)).join();
   const set = (id, value) => { const one = document.getElementById(id); one.value = value; one.dispatchEvent(new Event("input")); };
+  const count = () => document.getElementById("count").textContent;
+  const open = async (row) => { row.open = true; await new Promise((done) => row.addEventListener("toggle", () => setTimeout(done), { once: true })); };
+  set("order", "entry");
   const said = [seen()], more = document.getElementById("more");
   TRY
-  document.body.insertAdjacentHTML("beforeend", `<p id="seen">${said.join("; ")}</p>`);
+  document.body.append(Object.assign(document.createElement("p"), { id: "seen", textContent: said.join("; ") }));
 });</script></body>"""
 LOOK = """
+  set("source", "math"); set("order", "longest"); said.push(seen()); set("order", "with their text"); said.push(seen()); set("source", "");
   set("order", "longest"); said.push(seen());
-  set("find", "SHORT"); said.push(seen());
+  set("find", "SHORT"); said.push(seen(), count());
+  set("find", "0:0:5"); said.push(seen());
   set("find", ""); set("source", "chat"); set("order", "most trained"); said.push(seen());
-  said.push(document.getElementById("count").textContent);
   set("source", ""); set("order", "highest loss"); said.push(seen());
-  set("state", "hello"); said.push(document.querySelector("#rows details:not([hidden])").textContent);
+"""
+LOOK_IN = """
+  const row = document.querySelector("#rows > details"); await open(row);
+  said.push(row.querySelector("p").textContent, row.querySelector(".row").innerHTML);
+  await open(row.querySelector("details")); said.push(row.querySelector(".ids").innerHTML);
+  set("find", "0:0:5"); await open(document.querySelector("#rows > details"));
+  said.push(document.querySelector("#rows > details > p").textContent);
+  set("find", ""); set("state", "hello"); said.push(count());
+  await open(document.querySelector("#rows > details")); said.push(document.querySelector("#rows > details").textContent);
 """
 LOOK_ON = """
   said.push(more.hidden); more.click(); said.push(seen(), more.hidden);
@@ -184,14 +231,33 @@ LOOK_ON = """
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
+def looked_at(tmp_path: Path, script: str) -> list[str]:
+    """What a browser's script said of the page."""
     page = tmp_path / "report.html"
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
-    page.write_text(text.replace("</body>", SEEN.replace("TRY", LOOK)))
+    page.write_text(text.replace("</body>", SEEN.replace("TRY", script)))
     dom, said = browse_page(page, tmp_path, 1280)
-    assert 'id="seen">9,4,70; 70,9,4; 4; 9,70; 2 of 3; 70,4,9; source row 7quarantinedhellotoo odd<' in dom
     assert "CONSOLE" not in said
+    found = re.search(r'id="seen">(.*)</p>', dom, re.DOTALL)
+    assert found is not None, said
+    return html.unescape(found[1]).split("; ")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
+    assert looked_at(tmp_path, LOOK) == [
+        "9,4,70,5", "5,4", "4,5", "70,9,5,4", "4", "1 of 20", "5", "9,70", "70,4,9,5",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_an_opened_row_has_tokens_ids_and_steps_or_says_what_prints_them(tmp_path: Path) -> None:
+    assert looked_at(tmp_path, "set('find', '0:0:4');" + LOOK_IN)[1:] == [
+        "source math", "trained in step 0, 6. raysvc show --row 0:0:4",
+        "<i>&lt;|user|&gt;</i><span>short</span><b>answer short</b>", "<span><code>&lt;p&gt;</code>7</span><b><code>x</code>8</b>",
+        "source math. raysvc show --row 0:0:5 prints its text, which is not in this page.",
+        "1 of 1", "source row 7quarantinedhelloraysvc show --source-row 7hello\ntoo odd",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -199,20 +265,23 @@ def test_a_browser_draws_some_rows_of_many_and_sorts_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raysvc.report.browse.SHOWN", 2)
-    page = tmp_path / "report.html"
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
-    page.write_text(text.replace("</body>", SEEN.replace("TRY", LOOK_ON)))
-    dom, said = browse_page(page, tmp_path, 1280)
-    assert 'id="seen">9,4; false; 9,4,70; true; 70,9; false<' in dom
-    assert "CONSOLE" not in said
+    assert looked_at(tmp_path, LOOK_ON) == ["9,4", "false", "9,4,70,5", "true", "70,9", "false"]
 
 
-def test_a_page_without_room_for_all_rows_has_the_longest_the_shortest_and_the_worst(
-    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("most", [1_000_000, 3])
+def test_a_page_without_room_for_all_texts_has_the_longest_the_shortest_and_the_worst(
+    most: int, tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raysvc.report.facts.LEAST_BROWSED", 4)
-    monkeypatch.setattr("raysvc.report.facts.BROWSED_CHARACTERS", 0)
-    monkeypatch.setattr("raysvc.report.facts.BROWSED_ENDS", 2)
+    room = {
+        "LISTED": most,
+        "LEAST_BROWSED": 2,
+        "BROWSED_TOKENS": 0,
+        "ENDS": 2,
+        "OF_A_SOURCE": 1,
+        "READ_TOKENS": 99,
+    }
+    for name, value in room.items():
+        monkeypatch.setattr(f"raysvc.report.browsed_rows.{name}", value)
     job = {
         "source": {"path": sample["rows"]},
         "tokenizer": sample["tokenizer"],
@@ -221,11 +290,21 @@ def test_a_page_without_room_for_all_rows_has_the_longest_the_shortest_and_the_w
     entry = raysvc.tokenize(job)
     rows, lengths = entry.row_ids(), entry.rows.lengths()
     losses = {int(row): float(number % 7) for number, row in enumerate(rows.tolist())} | {int(rows[5]): 99.0}
-    browsed = _browsed(entry, rows, lengths, losses)
-    found = sorted(one.row.length for one in browsed)
-    assert (found[:2], found[-2:]) == (sorted(lengths.tolist())[:2], sorted(lengths.tolist())[-2:])
-    assert max(browsed, key=lambda one: one.loss or 0).row.row_id == rows[5]
-    assert len(browsed) <= 10 < len(rows)
+    found = browsed_rows(entry, seen_rows(entry, rows, lengths, losses), losses, {})
+    masks = {row: entry.row(row)["loss_mask"] for row in found.row_ids}
+    assert list(found.row_ids) == rows.tolist() if most > 3 else 5 <= len(found.row_ids) <= 10 < len(rows)
+    assert list(found.trained) == [sum(masks[row]) for row in found.row_ids]
+    assert list(found.lengths) == [len(masks[row]) for row in found.row_ids]
+    told = sorted(len(masks[row]) for row in found.texts)
+    assert (told[:2], told[-2:]) == (sorted(lengths.tolist())[:2], sorted(lengths.tolist())[-2:])
+    assert int(rows[5]) in found.texts
+    assert len(found.texts) <= 10
+    for row, one in found.texts.items():
+        assert [id_ if id_ >= 0 else -id_ - 1 for id_ in one.ids] == entry.row(row)["input_ids"]
+        assert [int(id_ < 0) for id_ in one.ids] == masks[row]
+        assert {str(entry.tokenizer.decode([id_])) for id_ in entry.row(row)["input_ids"]} <= set(
+            found.pieces.values()
+        )
 
 
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
