@@ -46,7 +46,8 @@ Folder = Literal["groups", "columns", "events"]
 Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")
 BY_STEP = ("steps", "forgotten")  # names begin with a step there
-MOST_FORGOTTEN = 64  # records of what was forgotten
+MOST_FORGOTTEN = 64  # records of what was forgotten, beside those that are full
+FULL = 1 << 20  # bytes of such a record
 REMEDY = "restore it; or remove it, and the server goes on without what it says"
 MOST_BEGINS = 64  # a request that is on its way for longer than so many restarts would be believed
 
@@ -79,6 +80,7 @@ class Spool:
         self._next: int | None = None  # number of the next record; None: not listed yet
         self._counts = Counts()  # of what is there
         self._is_clean = False  # whether all that was forgotten is removed
+        self._full: set[str] = set()  # records of what was forgotten, as far as they were read
         self._begins: dict[int, int] | None = None  # of each owner until now; None: not read yet
 
     def begin(self) -> None:
@@ -175,17 +177,27 @@ class Spool:
         groups = [[*key, version] for key, version in what.groups.items()]
         record = {**vars(what), "groups": groups, "tables": dict(what.tables)}
         self._write("forgotten", what.kept_from, record)
-        names = sorted(self._listed("forgotten"), key=_written)
-        if len(names) > MOST_FORGOTTEN:  # as they are: what all groups say would take much memory
-            lines = dict.fromkeys(
-                line for name in names for line in self._read(f"forgotten/{name}").splitlines()
-            )
-            kept_from = max(map(_number, names))
-            self._keep(
-                "forgotten", f"{kept_from:012d}.", "json", b"\n".join(lines)
-            )  # raises where another server owns the folder by now
-            for name in names:
-                self._store.delete(f"forgotten/{name}")
+        names = sorted({*self._listed("forgotten")} - self._full, key=_written)
+        if len(names) > MOST_FORGOTTEN:
+            self._merge(names)
+
+    def _merge(self, names: list[str]) -> None:
+        """Make one record of many; one that is full stays as it is, so that what a merge reads does not grow with the run."""
+        lines, merged = dict[bytes, None](), list[str]()
+        for name in names:  # lines as they are: what all groups say would take much memory
+            data = self._read(f"forgotten/{name}")
+            if len(data) < FULL:
+                lines |= dict.fromkeys(data.splitlines())
+                merged.append(name)
+            else:
+                self._full.add(name)
+        if not merged:
+            return
+        kept_from = max(map(_number, merged))
+        # raises where another server owns the folder by now
+        self._keep("forgotten", f"{kept_from:012d}.", "json", b"\n".join(lines))
+        for name in merged:
+            self._store.delete(f"forgotten/{name}")
 
     def remove_forgotten(self, what: ForgottenGroups) -> int:
         """Remove what was forgotten just now; the first call all that ever was, for an earlier process may not have come to it.

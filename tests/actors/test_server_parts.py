@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from raysvc.actors.rollouts import group_log
 from raysvc.actors.rollouts.group_log import MOST_FORGOTTEN, ForgottenGroups, Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
@@ -284,6 +285,36 @@ def test_what_was_forgotten_lies_in_few_files_however_often_and_a_death_between_
     Spool(url).forget(ForgottenGroups(step, {}, {}))
     assert Spool(url).forgotten() == whole
     assert len(list((tmp_path / "forgotten").iterdir())) == 1, "the next call removes what a killed one left"
+
+
+def test_what_one_call_reads_to_forget_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_log, "MOST_FORGOTTEN", 4)
+    monkeypatch.setattr(group_log, "FULL", 2000)
+    url, known, read = str(tmp_path), dict[tuple[str, int], int](), list[int]()
+    spool, read_one = Spool(url), Spool._read
+
+    def counted(self: Spool, path: str) -> bytes:
+        data = read_one(self, path)
+        read[-1] += len(data)
+        return data
+
+    monkeypatch.setattr(Spool, "_read", counted)
+    for step in range(300):
+        key = f"group {step}", 0
+        known[key] = step
+        read.append(0)
+        spool.forget(ForgottenGroups(step, {key: step}, {f"{step:012d}.arrow": 2}))
+    assert 0 < max(read[-50:]) < 5000, "records that are full are not read"
+    read.append(0)
+    assert Spool(url).forgotten().groups == known
+    again = Spool(url)
+    for step in range(300, 310):  # another process does not know which are full
+        read.append(0)
+        again.forget(ForgottenGroups(step, {}, {}))
+    assert max(read[-9:]) < 5000
+    assert Spool(url).forgotten().groups == known
 
 
 KILLED = """
