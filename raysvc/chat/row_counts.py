@@ -22,7 +22,7 @@ NULLS = frozenset({NULLS_IN_CALLS, NULLS_IN_TOOLS})  # noted, and nothing is cha
 _OF_TEMPLATES = (
     "template",
     "a trained ",
-    "a token spans",
+    "a token spans a ",
 )  # what reasons say that another template may not have
 NULLS_SHARE = 0.01  # of all rows: most may have neither calls nor tools
 COUNTS = (

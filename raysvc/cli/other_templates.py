@@ -20,6 +20,7 @@ from pathlib import Path
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.probe import share_encoders
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.cli.sample_data import TEMPLATE_FILE
 from raysvc.errors import RaysvcError
@@ -39,9 +40,10 @@ def template_that_takes(
         rows: of the source.
         max_share: of them that may be quarantined all the same.
     """
-    for config in _candidates(spec.tokenizer):
+    own = LoadedTokenizer(spec.tokenizer)
+    for config in _candidates(own):
         tried = spec.model_copy(update={"tokenizer": config})
-        if all(_takes(tried, some, max_share) for some in (rows[:FIRST_ROWS], rows)):
+        if all(_takes(tried, own, some, max_share) for some in (rows[:FIRST_ROWS], rows)):
             return config
     return None
 
@@ -54,17 +56,20 @@ def line_of(config: TokenizerConfig) -> str:
     return f"tokenizer: {{{', '.join(f'{key}: {json.dumps(value)}' for key, value in given.items())}}}"
 
 
-def _takes(spec: TextSpec, rows: Sequence[SourceRow], max_share: float) -> bool:
+def _takes(spec: TextSpec, own: LoadedTokenizer, rows: Sequence[SourceRow], max_share: float) -> bool:
     try:
-        counts = SliceTokenizer(spec).run(rows).row_counts
+        tokenizer = LoadedTokenizer(spec.tokenizer)
+        if spec.tokenizer.name == own.config.name:
+            share_encoders(own, tokenizer)  # to choose them takes seconds
+        counts = SliceTokenizer(spec, tokenizer=tokenizer).run(rows).row_counts
     except RaysvcError:
         return False
     endless = counts.turns_without_end
     return not endless and sum(counts.quarantined.values()) <= max_share * counts.rows_in
 
 
-def _candidates(config: TokenizerConfig) -> Iterator[TokenizerConfig]:
-    tokenizer = LoadedTokenizer(config)
+def _candidates(tokenizer: LoadedTokenizer) -> Iterator[TokenizerConfig]:
+    config = tokenizer.config
     known, own = tokenizer.hf.backend_tokenizer.get_vocab(), tokenizer.chat_template or ""
     fit = {
         path: text

@@ -15,6 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 import raysvc
+from raysvc.chat.tokens import probe
+from raysvc.cli import first_job, other_templates
 from raysvc.cli.main import app
 from raysvc.cli.sample_data import chat_rows
 from raysvc.job.job_file import load_job
@@ -307,6 +309,34 @@ def test_a_template_that_takes_no_row_is_named_as_the_cause_and_what_init_says_i
     assert "next: raysvc show" in run(*named, *shlex.split(said[1])).output
     entry = raysvc.tokenize(load_job(out), cache={"root": str(tmp_path / "cache")})
     assert entry.num_rows == len(Path(sample["rows"]).read_text().splitlines())
+
+
+def test_many_templates_are_tried_with_encoders_that_are_chosen_once(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, tried = [], []
+    choose, takes = probe.choose_encoder, other_templates._takes
+    monkeypatch.setattr(probe, "choose_encoder", lambda *both: chosen.append(0) or choose(*both))
+    monkeypatch.setattr(other_templates, "_takes", lambda *all_: tried.append(0) or takes(*all_))
+    refusing = tmp_path / "never.jinja"
+    refusing.write_text("{{ raise_exception('never') }}")
+    files = [refusing, refusing, refusing, other_templates.TEMPLATE_FILE]
+    monkeypatch.setattr(other_templates, "_template_files", lambda: files)
+    told = run(sample["rows"], "--tokenizer", sample["tokenizer"], f"tokenizer.chat_template={refusing}")
+    assert str(other_templates.TEMPLATE_FILE) in told.stderr
+    assert len(tried) >= 3
+    assert len(chosen) == 2, "once for the first rows, once for all templates"
+
+
+def test_a_completion_that_joins_its_prompt_is_no_fault_of_a_template(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_job, "template_that_takes", lambda *_: pytest.fail("no row has messages"))
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "the answer i", "completion": "s it is the answer"}) + "\n")
+    told = run(str(data), "--tokenizer", sample["tokenizer"])
+    assert "a token spans the prompt and its completion" in told.stderr
+    assert "fix these rows" in told.stderr
 
 
 @pytest.mark.ray

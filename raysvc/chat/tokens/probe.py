@@ -71,6 +71,11 @@ def encoders_of(tokenizer: LoadedTokenizer) -> Encoders:
     return found
 
 
+def share_encoders(of: LoadedTokenizer, other: LoadedTokenizer) -> None:
+    """Let another one from the same files, whose template alone differs, have the encoders of `of`."""
+    _FOUND[other] = encoders_of(of)
+
+
 def probe_texts(tokenizer: LoadedTokenizer) -> list[str]:
     """Texts on which an encoder is tried: hard ones, every added token inside some text, and those that touch each other."""
     tokens = [*tokenizer.hf.added_tokens_decoder.values()]
