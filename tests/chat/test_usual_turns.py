@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -188,3 +189,32 @@ def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
         assert list(result.row_counts.quarantined) == ["a trained turn does not begin with a known header"]
         assert result.table["source_row"].to_pylist() == [0]
+
+
+@pytest.mark.parametrize("template", ["generation_marks", "marks_without_eot"])
+def test_a_turn_of_a_long_row_takes_as_many_calls_as_one_of_a_short_row(template: str, pairs: Any) -> None:
+    fast, _ = pairs(template)
+
+    def calls(turns: int) -> int:
+        said = [
+            {"role": role, "content": f"{turn} is what I say"}
+            for turn in range(turns)
+            for role in ("user", "assistant")
+        ]
+        row, counted = SourceRow(0, {"messages": said}), 0
+
+        def count(_: Any, event: str, __: Any) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            result = fast.run([row])
+        finally:
+            sys.setprofile(before)
+        assert result.table.num_rows == 1, "the row was left out"
+        return counted
+
+    calls(20)  # what is made once
+    assert calls(320) < 2.2 * calls(160)

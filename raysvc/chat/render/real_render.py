@@ -109,11 +109,11 @@ class RealRender:
     @staticmethod
     def _marks(pieces: list[str], ends: list[int], begins: list[int]) -> list[Extent]:
         """Returns what is inside `{% generation %}`, each in one block; neighbours are joined."""
-        marks: list[Extent] = []
+        marks, firsts = list[Extent](), set(begins)
         for piece, (start, end) in zip(pieces, pairwise(ends), strict=True):
             if type(piece) is not _GenerationText or not piece:
                 continue
-            goes_on = marks and marks[-1][1] == start and start not in begins
+            goes_on = marks and marks[-1][1] == start and start not in firsts
             marks.append((marks.pop()[0] if goes_on else start, end))
         return marks
 

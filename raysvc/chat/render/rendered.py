@@ -4,11 +4,12 @@ Axes: B blocks.
 Always true:
 - the blocks, joined, are the text; each has one owner: a message's place, or -1 for none;
 - no block is empty, and blocks side by side have different owners; a message may own several;
-- a `{% generation %}` span lies inside one block, and between two of a block is text.
+- a `{% generation %}` span lies inside one block, and between two of a block is text; spans are in the order of the text.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -50,4 +51,10 @@ class Render:
 
 def marks_within(render: Render, extents: list[Extent]) -> list[Extent]:
     """[start, end) of each stretch inside `{% generation %}` that lies in one of some extents."""
-    return [(a, b) for a, b in render.marks if any(a >= first and b <= last for first, last in extents)]
+    marks, found = render.marks, []
+    for first, last in extents:
+        at = bisect_left(marks, (first,))
+        while at < len(marks) and marks[at][1] <= last:
+            found.append(marks[at])
+            at += 1
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import cached_property
 
@@ -34,6 +35,11 @@ class SaidTexts:
         )
         return [(place, words, len(words) >= LONG) for place, words in found if words]
 
+    def _near(self, place: int) -> list[tuple[int, str, bool]]:
+        """Those of `_words` whose messages are `NEAR`, of a row of any length."""
+        first, behind = (bisect_left(self._words, (edge,)) for edge in (place - NEAR, place + NEAR + 1))
+        return self._words[first:behind]
+
     @cached_property
     def _unowned(self) -> set[int]:
         """Places of the messages without a block."""
@@ -42,8 +48,8 @@ class SaidTexts:
     def foreign(self, stretch: str, place: int) -> str:
         """Returns what another message says and the trained text of this one holds, unless this one says it too; empty without."""
         own = ""
-        for other, words, is_long in self._words:
-            if not is_long or other == place or abs(other - place) > NEAR or words not in stretch:
+        for other, words, is_long in self._near(place):
+            if not is_long or other == place or words not in stretch:
                 continue
             own = own or all_said(self.example.messages[place])
             if unescaped(words) not in own:
@@ -54,7 +60,9 @@ class SaidTexts:
         """Returns whether what another message says has to be looked for."""
         if self._unowned or self._answers(place):
             return True
-        return any(words in stretch for other, words, is_long in self._words if is_long and other != place)
+        return any(
+            words in stretch for other, words, is_long in self._near(place) if is_long and other != place
+        )
 
     def _answers(self, place: int) -> bool:
         """Returns whether the result of a call follows."""
