@@ -1,276 +1,278 @@
-"""What every loader is asked, and how its answers are counted.
+"""What every loader is asked, as data, and how its answers are counted.
 
-The oracle is the list of rows, and what the same contestant gives when nobody disturbs it. Always true:
-- a kill is a SIGKILL that the process sends itself after a batch, some batches after it saved its state;
-- what was trained is what came before the state, and all that came after going on from it;
-- `noticed` counts an error only if it comes from the load or the run after it, and the case is one where rows changed.
+1. A case is some runs after each other. Each but the last one saves a state and is killed some batches later; each but the first
+   one goes on from the state of the one before.
+2. What was trained is what came before each state, and all that the last run gave.
+3. It is compared with what the same contestant gives when nobody disturbs it (`SAME`), or with the list of rows.
+
+Always true:
+- a row that came too often is repeated, one that did not come is lost; where all came as often as they should, those at another
+  place are moved;
+- an error that a case waits for has to come from the run that goes on, and to name rows, source or sizes;
+- a contestant whose documentation says that it has no such feature is not played.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-ROWS, BATCH = 203, 4  # a prime number of batches more or less: the last batch is short
+from table import BATCH, ROWS, SECOND, Played
+
+ALL = tuple(range(ROWS))
+EPOCH = -(-ROWS // BATCH)  # batches
 
 
-@dataclass
-class Played:
-    """What a process left: its batches of row numbers, an error, whether it came to its end, seconds to the first batch, and memory."""
+@dataclass(frozen=True)
+class Run:
+    """All ranks of a contestant, begun at once.
 
-    batches: list[list[int]] = field(default_factory=list)
-    error: str | None = None
-    ended: bool = False
-    first_s: float | None = None
-    peak_mb: int | None = None
+    Attributes:
+        save_after: batches until the state that the next run goes on from; None: it comes to its end.
+        more: batches that are given out after it, and die.
+        numbers: of the rows that lie in the source.
+        options: that are not `OPTIONS`.
+    """
+
+    save_after: int | None = None
+    world: int = 1
+    more: int = 3
+    numbers: tuple[int, ...] = ALL
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What a case left: batches that were trained, by rank of the last run, and what the same runs give undisturbed."""
+
+    case: Case
+    trained: list[list[list[int]]]
+    last: list[Played]
+    undisturbed: list[Played]
 
     @property
     def rows(self) -> list[int]:
-        return [row for batch in self.batches for row in batch]
+        return [row for rank in self.trained for batch in rank for row in batch]
 
 
-class Table:
-    """Where a contestant is played: its Python, its adapter, and a folder."""
+@dataclass(frozen=True)
+class Case:
+    """One question.
 
-    def __init__(self, python: str, adapter: str, folder: Path, limit_s: float = 600.0) -> None:
-        self.python, self.adapter, self.folder, self.limit_s = python, adapter, folder, limit_s
-        folder.mkdir(parents=True)
-        self.rows = self.write_rows("rows", range(ROWS))
-        self._number, self._counting = 0, threading.Lock()
-        self._undisturbed: dict[tuple[Any, ...], list[Played]] = {}
+    Attributes:
+        says: what happens, in a sentence.
+        runs: see the module.
+        judge: counts.
+        alone: options of the undisturbed run; None: those of the first run.
+    """
 
-    def write_rows(self, name: str, rows: Sequence[int]) -> Path:
-        path = self.folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"row": row, "text": f"row {row}"}) + "\n" for row in rows))
-        return path
-
-    def play(
-        self,
-        *,
-        load: Path | None = None,
-        save_after: int | None = None,
-        die_after: int | None = None,
-        rows: Path | None = None,
-        port: int = 0,
-        **options: Any,
-    ) -> tuple[Played, Path]:
-        """Play it, from a state if one is given; returns what it left and where its state is."""
-        with self._counting:
-            self._number += 1
-            base = self.folder / f"{self._number:03d}"
-        state, log = base.with_suffix(".state"), base.with_suffix(".log")
-        known = {
-            "rank": 0, "world_size": 1, "batch_size": BATCH, "epochs": 2, "seed": 7, "workers": 0, "shuffle": True, **options,
-        }  # fmt: skip
-        spec = {"rows": str(rows or self.rows), "options": known, "log": str(log), "save": str(state), "save_after": save_after,
-                "die_after": die_after, "load": str(load) if load else None}  # fmt: skip
-        path = base.with_suffix(".json")
-        path.write_text(json.dumps(spec))
-        script = Path(__file__).parent / "play.py"
-        with base.with_suffix(".err").open("w") as err:
-            try:
-                subprocess.run(
-                    [self.python, str(script), self.adapter, str(path)],
-                    stdout=err, stderr=err, timeout=self.limit_s, check=False, cwd=self.folder,
-                    env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return Played(error=f"no end in {self.limit_s:.0f} s"), state
-        return _read(log), state
-
-    def undisturbed(self, world_size: int = 1, **options: Any) -> list[Played]:
-        """What each rank gives when nobody disturbs it; played once."""
-        asked = (world_size, *sorted(options.items()))
-        if asked not in self._undisturbed:
-            self._undisturbed[asked] = [played for played, _ in self.play_ranks(world_size, **options)]
-        return self._undisturbed[asked]
-
-    def play_ranks(
-        self, world_size: int, loads: Sequence[Path | None] = (), **options: Any
-    ) -> list[tuple[Played, Path]]:
-        """Play all ranks at once, each from a state of its own, or all from the only one that is given."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        states = list(loads) * (world_size if len(loads) == 1 else 1) or [None] * world_size
-        with ThreadPoolExecutor(world_size) as pool:
-            asked = [
-                pool.submit(
-                    self.play, load=states[rank], rank=rank, world_size=world_size, port=port, **options
-                )
-                for rank in range(world_size)
-            ]
-            return [each.result() for each in asked]
-
-
-def _read(log: Path) -> Played:
-    played = Played()
-    for line in log.read_text().splitlines() if log.exists() else []:
-        said = json.loads(line)
-        if "rows" in said:
-            played.batches.append(said["rows"])
-            played.first_s = said.get("first_s", played.first_s)
-        played.error = said.get("error", played.error)
-        played.ended, played.peak_mb = said.get("end", played.ended), said.get("peak_mb", played.peak_mb)
-    return played
+    name: str
+    says: str
+    runs: tuple[Run, ...]
+    judge: Callable[[Lives], Score]
+    alone: Mapping[str, Any] | None = None
 
 
 @dataclass
 class Score:
-    """How far what was trained is from what should have been: numbers of rows."""
+    """How far what was trained is from what should have been: numbers of rows, and what was said."""
 
     repeated: int = 0
     lost: int = 0
     moved: int = 0
     said: str = ""
+    right: bool | None = None
     seconds: float | None = None
     peak_mb: int | None = None
 
     @property
-    def is_exact(self) -> bool:
-        return not (self.repeated or self.lost or self.moved) and self.said in ("", "refused by name")
+    def is_right(self) -> bool:
+        return (
+            not (self.repeated or self.lost or self.moved or self.said) if self.right is None else self.right
+        )
 
     def __str__(self) -> str:
-        if self.is_exact:
-            return "exact" if not self.said else self.said
-        parts = [
-            f"{n} {name}"
-            for n, name in ((self.repeated, "repeated"), (self.lost, "lost"), (self.moved, "moved"))
-            if n
-        ]
-        return ", ".join([*parts, *([self.said] if self.said else [])])
+        counts = ((self.repeated, "repeated"), (self.lost, "lost"), (self.moved, "moved"))
+        parts = [f"{number} {name}" for number, name in counts if number]
+        return ", ".join([*([self.said] if self.said else []), *parts]) or "exact"
 
 
-def compare(wanted: Sequence[int], got: Played) -> Score:
-    """Count rows that came too often, not at all, or at another place; an error is told and nothing is counted."""
-    if got.error is not None:
-        return Score(said=got.error)
-    had, should = Counter(got.rows), Counter(wanted)
-    repeated, lost = (had - should).total(), (should - had).total()
-    moved = 0 if repeated or lost else sum(a != b for a, b in zip(got.rows, wanted, strict=True))
-    return Score(repeated, lost, moved, seconds=got.first_s, peak_mb=got.peak_mb)
+class Player(Protocol):
+    """What plays: `table.Table`."""
+
+    def play(self, run: str, numbers: Sequence[int], **how: Any) -> list[Played]: ...
 
 
-def _killed(
-    table: Table, save_after: int, *, more: int = 3, stops: int = 1, world: int = 1, **options: Any
-) -> Score:
-    whole = table.undisturbed(world, **options)
-    if error := next((each.error for each in whole if each.error), None):
-        return Score(said=error)
-    done, loads = 0, []
-    for _ in range(stops):
-        loads = [
-            state
-            for _, state in table.play_ranks(
-                world, loads, save_after=save_after, die_after=save_after + more, **options
+def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
+    """Play a case and count.
+
+    Args:
+        known: undisturbed runs that were played; this one's is added.
+    """
+    world, options = case.runs[0].world, case.runs[0].options if case.alone is None else case.alone
+    asked = "-".join(["alone", str(world), *(f"{name}{value}" for name, value in sorted(options.items()))])
+    place = case.name if any(run.numbers != ALL for run in case.runs) else "rows"
+    numbers = case.runs[0].numbers
+    asked += f"-{len(numbers)}"
+    if case.judge is not once and asked not in known:
+        known[asked] = table.play(
+            asked, numbers, place="rows" if numbers == ALL else place, world=world, options=options
+        )
+    undisturbed = known.get(asked, [])
+    trained: list[list[list[int]]] = []
+    loads: list[Any] = []
+    played = undisturbed
+    for run in case.runs:
+        if error := next((each.error for each in played if each.error and not each.state), None):
+            return Score(said=error, right=False)
+        dies = None if run.save_after is None else run.save_after + run.more
+        played = table.play(
+            case.name, run.numbers, place=place, world=run.world, loads=loads, save_after=run.save_after, die_after=dies, options=run.options,
+        )  # fmt: skip
+        loads = [each.state for each in played if each.state is not None]
+        if dies is not None and len(loads) < run.world:
+            return Score(
+                said=next((each.error for each in played if each.error), None) or "no state was saved",
+                right=False,
             )
-        ]
-        if not all(state.exists() for state in loads):
-            return Score(said="no state was saved")
-        done += save_after
-    scores = [
-        compare([row for batch in each.batches[done:] for row in batch], left)
-        for each, (left, _) in zip(whole, table.play_ranks(world, loads, **options), strict=True)
-    ]
-    said = next((each.said for each in scores if each.said), "")
-    counts = (sum(getattr(each, name) for each in scores) for name in ("repeated", "lost", "moved"))
-    return Score(*counts, said, scores[0].seconds, scores[0].peak_mb)
-
-
-def middle(table: Table) -> Score:
-    """A kill in the middle of an epoch; it goes on from a state three batches before."""
-    return _killed(table, 17)
-
-
-def end_of_epoch(table: Table) -> Score:
-    """The state is that of an epoch's last batch."""
-    return _killed(table, -(-ROWS // BATCH))
-
-
-def second_resume(table: Table) -> Score:
-    """It dies twice: the second state is one of a run that was resumed."""
-    return _killed(table, 9, stops=2)
-
-
-def two_workers(table: Table) -> Score:
-    """Two processes read ahead for the loader."""
-    return _killed(table, 17, workers=2)
-
-
-def two_ranks(table: Table) -> Score:
-    """Two ranks, each killed and resumed from a state of its own."""
-    return _killed(table, 9, world=2)
-
-
-def other_world(table: Table) -> Score:
-    """One epoch, 24 rows a step, that begins on two ranks and ends on three; the states are those of rank 0."""
-    before = table.play_ranks(2, batch_size=12, epochs=1, save_after=4, die_after=4)
-    if not before[0][1].exists():
-        return Score(said=before[0][0].error or "no state was saved")
-    after = table.play_ranks(3, [before[0][1]], batch_size=8, epochs=1)
-    return _once([*before, *after])
-
-
-def uneven(table: Table) -> Score:
-    """Three ranks see an epoch of a number of rows that three does not divide: all of them once."""
-    return _once(table.play_ranks(3, epochs=1))
-
-
-def _once(played: Sequence[tuple[Played, Path]]) -> Score:
-    """All ranks together have every row once."""
-    if error := next((each.error for each, _ in played if each.error), None):
-        return Score(said=error)
-    return _in_any_order(Played([batch for each, _ in played for batch in each.batches]), range(ROWS))
-
-
-def epochs_differ(table: Table) -> Score:
-    """Two epochs have all rows once each, in two orders; the same seed gives the same, another seed another."""
-    (first,) = table.undisturbed()
-    again, _ = table.play()
-    other, _ = table.play(seed=8)
-    for each in (first, again, other):
-        if each.error:
-            return Score(said=each.error)
-    score = compare(first.rows, again)
-    halves = [first.rows[:ROWS], first.rows[ROWS:]]
-    for half in halves:
-        own = _in_any_order(Played([half]), range(ROWS))
-        score.repeated, score.lost = score.repeated + own.repeated, score.lost + own.lost
-    if halves[0] == halves[1]:
-        score.said = "both epochs have one order"
-    elif first.rows == other.rows:
-        score.said = "another seed gives the same order"
+        if dies is not None and any(each.ended for each in played):
+            return Score(said="was not killed: it ended", right=False)
+        done = max((len(rank) for rank in trained), default=0)
+        trained += [
+            [[]] * done for _ in range(run.world - len(trained))
+        ]  # a rank that was not there had no rows
+        for rank, each in enumerate(played):
+            trained[rank] = [*trained[rank], *each.batches[: run.save_after]]
+    score = case.judge(Lives(case, trained, played, undisturbed))
+    score.seconds, score.peak_mb = played[0].first_s, played[0].peak_mb
     return score
 
 
-def changed_source(table: Table) -> Score:
-    """A row in front is gone when it goes on: every row is another one than its number says."""
-    _, state = table.play(save_after=17, die_after=20)
-    if not state.exists():
-        return Score(said="no state was saved")
-    left, _ = table.play(load=state, rows=table.write_rows("changed", range(1, ROWS)))
-    if left.error is not None:
-        names = ("row", "source", "data", "match", "differ", "changed", "size", "length", "num_samples")
-        known = any(name in left.error.lower() for name in names)
-        return Score(said="refused by name" if known else left.error)
-    return Score(said="goes on without a word")
+def count(wanted: Sequence[int], got: Sequence[int]) -> Score:
+    """Count rows that came too often, not at all, or, where all came as often as they should, at another place."""
+    had, should = Counter(got), Counter(wanted)
+    repeated, lost = (had - should).total(), (should - had).total()
+    moved = 0 if repeated or lost else sum(a != b for a, b in zip(got, wanted, strict=True))
+    return Score(repeated, lost, moved)
 
 
-def _in_any_order(played: Played, wanted: Sequence[int]) -> Score:
-    score = compare(wanted, played)
+def _failed(lives: Lives) -> Score | None:
+    error = next((each.error for each in lives.last if each.error), None)
+    return None if error is None else Score(said=error, right=False)
+
+
+def same(lives: Lives) -> Score:
+    """Each rank got the rows of an undisturbed run, in its order."""
+    if failed := _failed(lives):
+        return failed
+    each = [
+        count(alone.rows, _flat(rank)) for alone, rank in zip(lives.undisturbed, lives.trained, strict=True)
+    ]
+    return Score(*(sum(getattr(one, name) for one in each) for name in ("repeated", "lost", "moved")))
+
+
+def same_steps(lives: Lives) -> Score:
+    """Each step of all ranks together has the rows that it has in an undisturbed run, on however many ranks."""
+    if failed := _failed(lives):
+        return failed
+    whole = _steps([each.batches for each in lives.undisturbed])
+    score = count(_flat(whole), _flat(_steps(lives.trained)))
+    score.moved = 0
+    if not (score.repeated or score.lost):
+        got = _steps(lives.trained)
+        pairs = zip(got, whole, strict=False)
+        score.moved = sum((Counter(a) - Counter(b)).total() for a, b in pairs)
+    return score
+
+
+def once(lives: Lives) -> Score:
+    """All ranks together have every row once, in as many steps each."""
+    if failed := _failed(lives):
+        return failed
+    score = _in_any_order(ALL, lives.rows)
+    steps = sorted({len(rank) for rank in lives.trained})
+    if len(steps) > 1:
+        score.said = f"ranks have {' and '.join(map(str, steps))} steps"
+    return score
+
+
+def other_order(lives: Lives) -> Score:
+    """Both epochs have all rows once each, in two orders, neither of which is one of the other seed's."""
+    if failed := _failed(lives):
+        return failed
+    orders = [
+        rows[start : start + ROWS] for rows in (lives.rows, lives.undisturbed[0].rows) for start in (0, ROWS)
+    ]
+    each = [_in_any_order(ALL, order) for order in orders]
+    score = Score(sum(one.repeated for one in each), sum(one.lost for one in each))
+    alike = len(orders) - len({tuple(order) for order in orders})
+    score.said = f"{alike} of {len(orders)} orders are alike" if alike else ""
+    return score
+
+
+def mixed(lives: Lives) -> Score:
+    """As undisturbed, and of the first 160 rows some half are of each source."""
+    limit = lives.case.runs[0].options["limit"]  # of each run; the last one gave out more
+    lives = replace(lives, trained=[rank[:limit] for rank in lives.trained])
+    score = same(lives)
+    share = sum(row >= SECOND for row in lives.rows) / max(1, len(lives.rows))
+    if not score.said and not 0.4 <= share <= 0.6:
+        score.said = f"{share:.0%} of the rows are of a source of half the weight"
+    return score
+
+
+NAMED = ("row", "source", "data", "match", "differ", "changed", "size", "length", "num_samples")
+
+
+def noticed(lives: Lives) -> Score:
+    """It refuses, by an error that names rows, source or sizes; otherwise rows are counted against the run that nobody changed."""
+    error = next((each.error for each in lives.last if each.error), None)
+    if error is not None:
+        known = any(name in error.lower() for name in NAMED)
+        return Score(said="noticed" if known else error, right=known)
+    score = count(lives.undisturbed[0].rows, [row % CHANGED for row in lives.rows if row != ROWS])
+    score.said, score.right = "silent", False
+    return score
+
+
+def _in_any_order(wanted: Sequence[int], got: Sequence[int]) -> Score:
+    score = count(wanted, got)
     score.moved = 0
     return score
 
 
-CASES: tuple[Callable[[Table], Score], ...] = (
-    middle, end_of_epoch, second_resume, two_workers, two_ranks, other_world, uneven, epochs_differ, changed_source,
+def _flat(batches: Sequence[Sequence[int]]) -> list[int]:
+    return [row for batch in batches for row in batch]
+
+
+def _steps(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    most = max((len(rank) for rank in ranks), default=0)
+    return [_flat([rank[step] for rank in ranks if step < len(rank)]) for step in range(most)]
+
+
+CHANGED = 1000  # is added to the number of a row whose text is another one
+ADDED = (*ALL, ROWS)
+REPLACED = tuple(row + CHANGED * (row == 101) for row in ALL)
+EVEN = tuple(range(204))  # 24 do not divide it, two and three do: nobody has to pad
+PACKED, MIXED = {"packed": True}, {"mixture": True, "limit": 40}
+WORKERS, ONE_EPOCH = {"workers": 2}, {"epochs": 1}
+TWO, THREE = ({"batch_size": size, "epochs": 1} for size in (12, 8))
+
+CASES = (
+    Case("middle", "killed in the middle of an epoch, goes on from a state three batches before", (Run(17), Run()), same),
+    Case("end", "the state is that of an epoch's last batch", (Run(EPOCH), Run()), same),
+    Case("twice", "dies again after it went on", (Run(9), Run(9), Run()), same),
+    Case("workers", "two processes read ahead", (Run(17, options=WORKERS), Run(options=WORKERS)), same),
+    Case("ranks", "two ranks die, each goes on from its own state", (Run(9, 2), Run(None, 2)), same),
+    Case("world", "dies on two ranks and goes on on three, 24 rows a step", (Run(4, 2, numbers=EVEN, options=TWO), Run(None, 3, numbers=EVEN, options=THREE)), same_steps),
+    Case("uneven", "203 rows on three ranks, each row once, as many steps a rank", (Run(None, 3, options=ONE_EPOCH),), once),
+    Case("repeats", "the same seed gives the same order again", (Run(),), same),
+    Case("differs", "epochs and seeds have orders of their own", (Run(options={"seed": 8}),), other_order, {}),
+    Case("added", "a row is appended while it is dead", (Run(17), Run(numbers=ADDED)), noticed),
+    Case("replaced", "a row that is still to come is another one when it goes on", (Run(17), Run(numbers=REPLACED)), noticed),
+    Case("packed", "rows are packed into sequences; dies, goes on", (Run(9, options=PACKED), Run(options=PACKED)), same),
+    Case("mixture", "rows from 150 on are a source of half the weight; dies, goes on", (Run(9, options=MIXED), Run(options=MIXED)),
+         mixed),
 )  # fmt: skip

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from table import SECOND
 
 
 class Epochs:
@@ -13,6 +20,7 @@ class Epochs:
         loader: of one epoch, with `state_dict` and `load_state_dict`.
         epochs: how many.
         rows_of: batch of the loader -> its row numbers.
+        epoch_of: state of the loader -> epoch, where it is not the one that the loop was in.
         set_epoch: is told the epoch before each one; None: the loader counts by itself.
     """
 
@@ -22,7 +30,9 @@ class Epochs:
         epochs: int,
         rows_of: Callable[[Any], list[int]],
         set_epoch: Callable[[int], None] | None = None,
+        epoch_of: Callable[[Any], int] | None = None,
     ) -> None:
+        self._epoch_of = epoch_of
         self._loader, self._epochs, self._rows_of, self._set_epoch = loader, epochs, rows_of, set_epoch
         self._epoch = 0
 
@@ -33,7 +43,8 @@ class Epochs:
                 yield self._rows_of(batch)
 
     def save(self) -> Any:
-        return {"epoch": self._epoch, "loader": self._loader.state_dict()}
+        state = self._loader.state_dict()
+        return {"epoch": self._epoch if self._epoch_of is None else self._epoch_of(state), "loader": state}
 
     def load(self, state: Any) -> None:
         self._begin(state["epoch"])
@@ -43,3 +54,40 @@ class Epochs:
         self._epoch = epoch
         if self._set_epoch is not None:
             self._set_epoch(epoch)
+
+
+def sources(rows: Path, o: dict[str, Any]) -> list[Path]:
+    """The files that are read: of a mixture, two, which are written here."""
+    if not o.get("mixture"):
+        return [rows]
+    lines = rows.read_text().splitlines(keepends=True)
+    both = [[], []]
+    for line in lines:
+        both[json.loads(line)["row"] >= SECOND].append(line)
+    paths = [rows.with_name(name) for name in ("first.jsonl", "second.jsonl")]
+    for path, some in zip(paths, both, strict=True):
+        if not path.exists():
+            path.write_text("".join(some))
+    return paths
+
+
+def numbers(rows: Path) -> list[int]:
+    """Row numbers of a file."""
+    return [json.loads(line)["row"] for line in rows.read_text().splitlines()]
+
+
+@contextmanager
+def converted(rows: Path, suffix: str) -> Iterator[tuple[Path, bool]]:
+    """Gives the folder of rows in a contestant's own format, and whether it is to be written: it is not there, or the rows changed.
+
+    One process has it at a time.
+    """
+    folder, of = rows.with_suffix(suffix), rows.with_suffix(f"{suffix}.of")
+    with rows.with_suffix(f"{suffix}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = rows.read_text()
+        is_old = not of.exists() or of.read_text() != text
+        if is_old:
+            shutil.rmtree(folder, ignore_errors=True)
+        yield folder, is_old
+        of.write_text(text)

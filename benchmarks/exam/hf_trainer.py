@@ -1,4 +1,4 @@
-"""transformers' Trainer over a list of rows, resumed from its own checkpoint. `hf_trainer_ignore` and `trl_packed` build on it."""
+"""transformers' Trainer over a list of rows, resumed from its own checkpoint. `hf_trainer_ignore` and `trl_sft` build on it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from typing import Any
 VERSION = f"transformers {importlib.metadata.version('transformers')}"
 PROMISE = "resume_from_checkpoint: skips the epochs and batches that were trained, so that training goes on where it left off"
 SETTINGS = "train(resume_from_checkpoint=…), ignore_data_skip=False; ranks as torchrun starts them"
+NOT_OFFERED = {
+    "packed": "a batch is what the collator makes of its rows; packing is TRL's",
+    "mixture": "several data sets are mixed by `datasets`, before a trainer gets them",
+}
+IMPORTS = ("torch", "accelerate", "transformers.trainer")
 
 
 class Loader:
@@ -29,6 +34,7 @@ class Loader:
         self.done: queue.Queue[list[int] | BaseException | None] = queue.Queue()
         self.asked, self.checkpoint, self.trained = threading.Semaphore(0), None, []
         self.save_at: int | None = None
+        self.options = o
         self.trainer = self.make(rows, {
             "output_dir": str(self.folder), "per_device_train_batch_size": o["batch_size"], "num_train_epochs": o["epochs"],
             "seed": o["seed"], "data_seed": o["seed"], "dataloader_num_workers": o["workers"], "save_strategy": "no",
@@ -80,6 +86,10 @@ class Loader:
             self.asked.release()
 
     def save(self) -> Any:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.barrier()  # a checkpoint is written by all ranks
         newest = max(self.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
         kept = self.folder.with_name(f"{self.folder.name}-kept-{os.getpid()}")
         shutil.copytree(newest, kept)

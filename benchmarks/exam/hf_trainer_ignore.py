@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_trainer import IMPORTS as IMPORTS
+from hf_trainer import NOT_OFFERED as NOT_OFFERED
 from hf_trainer import VERSION as VERSION
 from hf_trainer import Loader
 

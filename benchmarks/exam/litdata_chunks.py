@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Any
 
-from epochs import Epochs
+from epochs import Epochs, converted, numbers, sources
 
 VERSION = f"litdata {importlib.metadata.version('litdata')}"
 PROMISE = "StreamingDataLoader keeps its state: pause and resume a stream at any time with state_dict and load_state_dict"
 SETTINGS = "optimize(chunk_size=32), StreamingDataset(shuffle, seed, drop_last=False), StreamingDataLoader"
+NOT_OFFERED = {"packed": "TokensLoader cuts one stream of tokens into blocks; rows are not packed"}
+IMPORTS = ("torch", "litdata")
 
 
 def _number(row: int) -> dict[str, int]:
@@ -21,14 +22,34 @@ def _number(row: int) -> dict[str, int]:
 def open_loader(rows: Path, **o: Any) -> Epochs:
     import litdata
 
-    folder = rows.with_suffix(".lit")
-    if not (folder / "index.json").exists():
-        numbers = [json.loads(line)["row"] for line in rows.read_text().splitlines()]
-        litdata.optimize(fn=_number, inputs=numbers, output_dir=str(folder), chunk_size=32, num_workers=1)
     _be_rank(o["rank"], o["world_size"])
-    data = litdata.StreamingDataset(str(folder), shuffle=o["shuffle"], seed=o["seed"], drop_last=False)
+    parts = [_stream(path, o) for path in sources(rows, o)]
+    data = (
+        parts[0]
+        if len(parts) == 1
+        else litdata.CombinedStreamingDataset(
+            parts, seed=o["seed"], weights=[0.5, 0.5], iterate_over_all=False
+        )
+    )
     loader = litdata.StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"])
-    return Epochs(loader, o["epochs"], lambda batch: batch["row"].tolist())
+    return Epochs(loader, o["epochs"], lambda batch: batch["row"].tolist(), epoch_of=_epoch)
+
+
+def _stream(rows: Path, o: dict[str, Any]) -> Any:
+    import litdata
+
+    with converted(rows, ".lit") as (folder, is_old):
+        if is_old:
+            litdata.optimize(
+                fn=_number, inputs=numbers(rows), output_dir=str(folder), chunk_size=32, num_workers=1
+            )
+    return litdata.StreamingDataset(str(folder), shuffle=o["shuffle"], seed=o["seed"], drop_last=False)
+
+
+def _epoch(state: dict[str, Any]) -> int:
+    """After an epoch's last batch its state is one of the next epoch already."""
+    data = state["dataset"]
+    return int(data.get("0", data)["current_epoch"]) - 1  # of a mixture, that of its first source
 
 
 def _be_rank(rank: int, world_size: int) -> None:

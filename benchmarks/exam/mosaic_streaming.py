@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
-import json
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -12,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from epochs import Epochs
+from epochs import Epochs, converted, numbers, sources
 
 VERSION = f"mosaicml-streaming {importlib.metadata.version('mosaicml-streaming')}"
 PROMISE = "elastic determinism: samples come in one order whatever the number of ranks and workers, and a run resumes within an epoch"
 SETTINGS = "MDS, py1e, num_canonical_nodes=1, StreamingDataLoader.state_dict; other settings are its defaults"
+NOT_OFFERED = {"packed": "packing is that of llm-foundry's collator, not of streaming"}
+IMPORTS = ("torch",)
 
 
 def open_loader(rows: Path, **o: Any) -> Epochs:
@@ -27,20 +27,23 @@ def open_loader(rows: Path, **o: Any) -> Epochs:
         LOCAL_WORLD_SIZE=str(o["world_size"]),
     )
     _without_pictures()
-    from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+    from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    folder = rows.with_suffix(".mds")
-    with rows.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with MDSWriter(out=str(folder), columns={"row": "int"}) as writer:
-                for line in rows.read_text().splitlines():
-                    writer.write({"row": json.loads(line)["row"]})
+    folders = []
+    for path in sources(rows, o):
+        with converted(path, ".mds") as (folder, is_old):
+            folders.append(str(folder))
+            if is_old:
+                with MDSWriter(out=str(folder), columns={"row": "int"}) as writer:
+                    for row in numbers(path):
+                        writer.write({"row": row})
     if o["rank"] == 0 and o["world_size"] == 1:
         clean_stale_shared_memory()  # of a process that was killed
+    mixed = len(folders) > 1
     data = StreamingDataset(
-        local=str(folder),
+        local=None if mixed else folders[0],
+        streams=[Stream(local=folder, proportion=0.5) for folder in folders] if mixed else None,
         shuffle=o["shuffle"],
         shuffle_seed=o["seed"],
         batch_size=o["batch_size"],

@@ -1,10 +1,14 @@
-"""Plays one contestant in a process of its own, which may die in the middle: `python play.py ADAPTER SPEC.json`.
+"""Plays one contestant, each time in a process of its own, which may die in the middle: `python play.py ADAPTER < PATHS`.
 
 An adapter is a module beside this one with
 - `VERSION`, `PROMISE` (what its documentation says of resuming) and `SETTINGS` (how it is used here);
-- `open_loader(rows, rank=, world_size=, batch_size=, epochs=, seed=, workers=, shuffle=)`, which returns an object with
+- `NOT_OFFERED`, where it has one: name of a case -> what its documentation says instead;
+- `IMPORTS`, where it has one: what the parent imports once, so that a process begins in milliseconds;
+- `prepare()`, where it has one: what lives as long as the parent;
+- `open_loader(rows, run=, rank=, world_size=, batch_size=, epochs=, seed=, workers=, shuffle=)`, which returns an object with
   `batches()`, an iterator over lists of row numbers; `save()`, a state after the batch that was given out last; and `load(state)`.
-Each line of the log is one batch, on disk before the next one is asked for.
+Each line read is the path of a spec, for which a child is forked; `PATH` is printed when it has ended. Each line of the child's log
+is one batch, on disk before the next one is asked for.
 """
 
 from __future__ import annotations
@@ -13,25 +17,55 @@ import importlib
 import json
 import os
 import pickle
-import resource
+import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def main(adapter: str, spec_path: str) -> None:
+def main(adapter: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
+    module = importlib.import_module(adapter)
+    for name in getattr(module, "IMPORTS", ()):
+        importlib.import_module(name)
+    getattr(module, "prepare", lambda: None)()
+    print("ready", flush=True)
+    children: dict[int, str] = {}
+    paths = os.fdopen(0, "rb", buffering=0)
+    while True:
+        if select.select([paths], [], [], 0.02)[0]:
+            line = paths.readline().decode().strip()
+            if not line:
+                break
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()  # with its workers, a group of its own
+                _child(module, line)
+            children[pid] = line
+        for pid in list(children):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # workers of one that was killed
+                print(children.pop(pid), flush=True)
+
+
+def _child(module: Any, spec_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
-    log = open(spec["log"], "a", buffering=1)  # noqa: SIM115 - until the process ends, or dies
-    begin = time.monotonic()
-    try:
-        _play(importlib.import_module(adapter), spec, log, begin)
-    except Exception as error:  # noqa: BLE001 - what a contestant says is what is looked at
-        # of an error that a worker raised, the last line says what it was
-        said = (str(error).strip().splitlines() or [""])[-1]
-        print(json.dumps({"error": f"{type(error).__name__}: {said[:300]}"}), file=log)
+    errors = os.open(spec["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(errors, number)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]))
+    with open(spec["log"], "a", buffering=1) as log:
+        print(json.dumps({"pid": os.getpid()}), file=log)
+        try:
+            _play(module, spec, log, time.monotonic())
+        except BaseException as error:  # noqa: BLE001 - what a contestant says is what is looked at
+            # of an error that a worker raised, the last line says what it was
+            said = (str(error).strip().splitlines() or [""])[-1]
+            print(json.dumps({"error": f"{type(error).__name__}: {said[:300]}"}), file=log)
     os._exit(0)  # threads and children of a contestant keep nobody
 
 
@@ -45,11 +79,21 @@ def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
         first_s = {"first_s": round(time.monotonic() - begin, 2)} if count == 1 else {}
         print(json.dumps({"rows": [int(row) for row in batch], **first_s}), file=log)
         if count == spec.get("save_after"):
-            Path(spec["save"]).write_bytes(pickle.dumps(loader.save()))
+            state = pickle.dumps(loader.save())
+            Path(spec["save"]).write_bytes(state)
         if count == spec.get("die_after"):
             os.kill(os.getpid(), signal.SIGKILL)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"end": True, "peak_mb": round(peak_mb)}), file=log)
+        if count == spec["options"].get("limit"):
+            break
+    print(json.dumps({"end": True, "peak_mb": _peak_mb()}), file=log)
+
+
+def _peak_mb() -> int:
+    """Returns what this process held at most since it was forked, with what it shares with its parent."""
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
+    return int(line.split()[1]) // 1024
 
 
 if __name__ == "__main__":

@@ -3,65 +3,82 @@
     python benchmarks/exam/run.py [CONTESTANT …] [CASE …]
 
 Each contestant has an environment of its own, in `.bench/exam-…`, which sees the project's packages behind its own, and is played
-in processes that are really killed (`play.py`, `cases.py`). A cell says how many rows were repeated, lost or moved against the
-contestant's own undisturbed run, or what it said. Some minutes on two cores.
+in processes that are really killed (`play.py`, `table.py`); what is asked are data (`cases.py`). Results go to
+`results/loaders.json` and docs/exam.md. Two contestants are played at a time.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cases import CASES, Score, Table
-from common import show
+from cases import CASES, Case, Score, examine
 from play_env import python_of
-from results import keep
+from results import keep, write_pages
+from table import Table
 
 HERE = Path(__file__).resolve().parent
 CONTESTANTS = {
     "raysvc_load": (),
+    "raysvc_served": (),
     "torchdata_map": ("torchdata",),
     "datasets_stream": ("torchdata",),
     "grain_map": ("grain",),
+    "grain_elastic": ("grain",),
     "litdata_chunks": ("litdata",),
     "mosaic_streaming": ("mosaicml-streaming",),
     "hf_trainer": (),
     "hf_trainer_ignore": (),
-    "trl_packed": (),
+    "trl_sft": (),
+    "ray_data": (),
 }
 
 
-def facts_of(python: str, contestant: str) -> list[str]:
-    """Version, promise and settings of a contestant, as its adapter says them."""
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {contestant} as c; print(c.VERSION, c.PROMISE, c.SETTINGS, sep='\\n')"
+def facts_of(python: str, contestant: str) -> dict[str, Any]:
+    """Version, promise, settings and what is not offered, as an adapter says them."""
+    code = (
+        f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import {contestant} as c\n"
+        "names = ('VERSION', 'PROMISE', 'SETTINGS', 'NOT_OFFERED')\n"
+        "print(json.dumps({name.lower(): getattr(c, name) for name in names if hasattr(c, name)}))"
+    )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip().splitlines()[-3:]
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts
+
+
+def play(name: str, asked: list[Case], folder: Path) -> dict[str, Any]:
+    """Play one contestant through cases."""
+    begin, needs = time.monotonic(), CONTESTANTS[name]
+    python = python_of(needs[0] if needs else name, needs)  # adapters of one library share it
+    facts, known, scores = facts_of(python, name), {}, {}
+    table = Table(python, name, folder / name)
+    try:
+        for case in asked:
+            if case.name in facts.get("not_offered", {}):
+                scores[case.name] = Score(said="not offered")
+            else:
+                scores[case.name] = examine(case, table, known)
+            print(f"{name} {case.name}: {scores[case.name]}", file=sys.stderr, flush=True)
+    finally:
+        table.close()
+    told = {name: {**asdict(score), "right": score.is_right} for name, score in scores.items()}
+    return {"contestant": name, "took_s": round(time.monotonic() - begin), "about": facts, "cases": told}
 
 
 def main(words: list[str]) -> None:
-    asked = [case for case in CASES if case.__name__ in words] or CASES
-    names = [word for word in words if word in CONTESTANTS]
-    rows: list[dict[str, Any]] = []
-    about, cases = {}, {case.__name__: case.__doc__ for case in asked}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names or list(CONTESTANTS):
-            python = python_of(name, CONTESTANTS[name])
-            about[name] = facts_of(python, name)
-            table = Table(python, name, Path(folder) / name)
-            scores: dict[str, Score] = {}
-            for case in asked:
-                scores[case.__name__] = case(table)
-                print(f"{name} {case.__name__}: {scores[case.__name__]}", file=sys.stderr, flush=True)
-            first = next(iter(scores.values()))
-            exact = sum(score.is_exact for score in scores.values())
-            rows.append({"contestant": name, "exact": f"{exact} of {len(asked)}", **{case: str(score) for case, score in scores.items()},
-                         "first batch s": first.seconds, "peak MB": first.peak_mb})  # fmt: skip
-            keep("loaders", rows, about=about, cases=cases)
-    show("Loaders under kills", rows, about=about, cases=cases)
+    asked = [case for case in CASES if case.name in words] or list(CASES)
+    names = [name for name in CONTESTANTS if name in words] or list(CONTESTANTS)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(2) as pool:
+        for row in pool.map(lambda name: play(name, asked, Path(folder)), names):
+            keep("loaders", [row], cases={case.name: case.says for case in asked})
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,11 @@ from epochs import Epochs
 VERSION = f"torchdata {importlib.metadata.version('torchdata')}"
 PROMISE = "StatefulDataLoader: state_dict and load_state_dict, also with workers, without reading the rows before again"
 SETTINGS = "map-style dataset, StatefulDistributedSampler (drop_last=False), set_epoch before each epoch"
+NOT_OFFERED = {
+    "packed": "a batch is what the collate function makes of its rows",
+    "mixture": "MultiNodeWeightedSampler belongs to torchdata.nodes, which is another loader",
+}
+IMPORTS = ("torch", "torchdata.stateful_dataloader")
 
 
 def open_loader(rows: Path, **o: Any) -> Epochs:

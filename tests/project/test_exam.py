@@ -1,0 +1,175 @@
+"""The exam of loaders counts what it should, on contestants whose faults are known."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAM = Path(__file__).parents[2] / "benchmarks" / "exam"
+
+
+@pytest.fixture(autouse=True)
+def exam(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules of the exam say each other's bare names."""
+    monkeypatch.syspath_prepend(str(EXAM))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAM)):
+            del sys.modules[name]
+
+
+class Model:
+    """A contestant on paper: an order that epochs and seeds have of their own, dealt to the ranks of a step; a state is a row."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.sources: dict[Path, tuple[int, ...]] = {}
+
+    def play(
+        self, run: str, numbers: tuple[int, ...], *, place: str = "rows", world: int = 1, loads: Any = (),
+        save_after: int | None = None, die_after: int | None = None, options: Any = None,
+    ) -> list[Any]:  # fmt: skip
+        from table import OPTIONS, SECOND, Played
+
+        o = {**OPTIONS, **(options or {})}
+        if loads and self.fault != "silent" and self.sources[loads[0]] != tuple(numbers):
+            return [Played(error="the source is another one")] * world
+        rows = []
+        for epoch in range(o["epochs"]):
+            order = list(numbers)
+            random.Random(f"{o['seed']} {epoch}" if self.fault != "one order" else 0).shuffle(order)
+            if "mixture" in o and self.fault != "one source":
+                first, second = (
+                    [row for row in order if (row >= SECOND) == later] for later in (False, True)
+                )
+                order = [both[at % len(both)] for at in range(102) for both in (first, second)][:203]
+            rows.append(order)
+        begin = int(loads[0].name) if loads else 0
+        if begin and self.fault == "skips a row":
+            begin += 1
+        if begin and self.fault == "a row again":
+            begin -= 1
+        if begin >= len(numbers) and self.fault == "epoch again":
+            begin -= len(numbers)
+        whole = [row for order in rows for row in order]
+        if loads and self.fault == "two swapped":
+            whole[-1], whole[-2] = whole[-2], whole[-1]
+        steps = []
+        done = 0
+        for order in rows:
+            at = 0
+            while at < len(order):
+                size = o["batch_size"] * world
+                steps.append((done + at, whole[done + at : done + min(at + size, len(order))]))
+                at += size
+            done += len(order)
+        steps = [(max(at, begin), step[max(0, begin - at) :]) for at, step in steps if at + len(step) > begin]
+        ranks = []
+        for rank in range(world):
+            given = steps[: o.get("limit") if die_after is None else die_after]
+            state = None
+            if save_after is not None:
+                at, step = steps[save_after - 1]
+                state = Path(str(at + len(step)))
+                self.sources[state] = tuple(numbers)
+            batches = [step[rank::world] for _, step in given]
+            if self.fault == "uneven" and rank == 1:
+                batches = [*batches[:-1], *([row] for row in batches[-1])]
+            ranks.append(Played(batches, ended=die_after is None, state=state))
+        return ranks
+
+
+def scores_of(fault: str, *names: str) -> dict[str, str]:
+    import cases
+
+    known: dict[str, Any] = {}
+    model = Model(fault)
+    asked = [case for case in cases.CASES if not names or case.name in names]
+    return {case.name: str(cases.examine(case, model, known)) for case in asked}
+
+
+def test_a_loader_without_faults_is_right_in_every_case() -> None:
+    found = scores_of("")
+    assert {said for name, said in found.items() if name not in ("added", "replaced")} == {"exact"}
+    assert found["added"] == found["replaced"] == "noticed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "says"),
+    [
+        ("skips a row", "middle", "1 lost"),
+        ("skips a row", "twice", "2 lost"),
+        ("a row again", "middle", "1 repeated"),
+        ("epoch again", "end", "203 repeated"),
+        ("two swapped", "middle", "2 moved"),
+        ("two swapped", "ranks", "2 repeated, 2 lost"),
+        ("skips a row", "world", "1 lost"),
+        ("two swapped", "repeats", "exact"),
+        ("one order", "differs", "3 of 4 orders are alike"),
+        ("silent", "replaced", "silent"),
+        ("skips a row", "mixture", "1 lost"),
+        ("one source", "mixture", "% of the rows"),
+        ("uneven", "uneven", "ranks have 17 and 20 steps"),
+    ],
+)
+def test_a_fault_is_counted(fault: str, case: str, says: str) -> None:
+    assert says in scores_of(fault, case)[case]
+
+
+ADAPTER = """
+VERSION = PROMISE = SETTINGS = ""
+
+
+class Loader:
+    def __init__(self, rows, options):
+        self.rows, self.at = range(len(rows.read_text().splitlines())), 0
+
+    def batches(self):
+        rows = [*self.rows, *self.rows]
+        while self.at < len(rows):
+            self.at += 4
+            yield rows[self.at - 4 : self.at]
+
+    def save(self):
+        return self.at
+
+    def load(self, state):
+        self.at = state - FAULT
+
+
+def open_loader(rows, **options):
+    return Loader(rows, options)
+"""
+
+
+@pytest.mark.parametrize(("back", "says"), [(0, "exact"), (4, "4 repeated")])
+def test_processes_are_really_killed_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: int, says: str
+) -> None:
+    import cases
+    import table
+
+    (tmp_path / "counted.py").write_text(ADAPTER.replace("FAULT", str(back)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    played = table.Table(sys.executable, "counted", tmp_path / "played")
+    try:
+        middle = next(case for case in cases.CASES if case.name == "middle")
+        assert str(cases.examine(middle, played, {})) == says
+        killed = sorted((tmp_path / "played").glob("*.log"))[1]
+        assert '"end"' not in killed.read_text()
+        assert len(table.read_log(killed).batches) == 20
+    finally:
+        played.close()
+
+
+def test_the_pages_say_what_the_results_say() -> None:
+    import results
+
+    for path, text in results.pages().items():
+        assert path.read_text() == text, f"{path.name}: run benchmarks/exam/results.py"
