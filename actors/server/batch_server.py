@@ -76,7 +76,7 @@ class BatchServer:
         keep_freed_memory()
         self._began_s = time.monotonic()
         self._entries = streams_of(spec)
-        streams = dict[str, Stream](self._entries)
+        streams: dict[str, Stream] = {**self._entries}
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
         self._claim = claim = claim or claim_of(spec, incarnation_id)
         journal = Journal(spec.journal, spec.storage_options, claim) if spec.journal else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from raysvc.actors.server.spec import MiniOutline, Part, Role, StepInfo, StepOutline
 from raysvc.collate.collate import Collate, CollateSpec, collate_mini_batch
@@ -27,6 +27,9 @@ from raysvc.media.medium import COLUMN
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
 from raysvc.plan.rank_plan import cut_multiple
 from raysvc.row_batch import RowBatch
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.entry_media import EntryMedia
 
 Read = Callable[[MiniBatchPlan], RowBatch]
 
@@ -73,22 +76,12 @@ class Recipe:
         return (shard,) if split is None or self.cp is None else cp_cut(shard, self.cp, split)
 
 
-class MediaArrays(Protocol):
-    """Makes the arrays of media."""
-
-    def fill(self, shard: Shard, rows: RowBatch) -> Shard:
-        """The shard with those of its rows."""
-
-    def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
-        """[R], bytes of each rank's shard, with media."""
-
-
 def make_step(
     plans: Sequence[StepPlan],
     read: Read,
     recipes: Sequence[Recipe],
     part: Part | None = None,
-    media: MediaArrays | None = None,
+    media: EntryMedia | None = None,
 ) -> tuple[StepInfo, tuple[Shard, ...]]:
     """The info and the shards of one step.
 
@@ -165,7 +158,7 @@ def outline(
     plan: StepPlan,
     recipe: Recipe,
     column_bytes: Callable[[MiniBatchPlan], ColumnBytes],
-    media: MediaArrays | None = None,
+    media: EntryMedia | None = None,
 ) -> StepOutline:
     """Returns what is known of a step before it is made; of a role's own batches the most bytes that they can have.
 
@@ -179,7 +172,7 @@ def outline(
 
 
 def _outline_mini(
-    mini: MiniBatchPlan, recipe: Recipe, column_bytes: ColumnBytes, media: MediaArrays | None
+    mini: MiniBatchPlan, recipe: Recipe, column_bytes: ColumnBytes, media: EntryMedia | None
 ) -> MiniOutline:
     config = recipe.plan
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutline
 from raysvc.actors.server.step_cache import SharedSteps
@@ -20,10 +20,14 @@ from raysvc.collate.reused_memory import MEMORY, give_back_freed_memory
 from raysvc.collate.shard import Shard
 from raysvc.errors import EntryError, LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
 from raysvc.metrics import record
-from raysvc.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from raysvc.actors.rollouts.rollout_stream import RolloutStream
+    from raysvc.actors.server.entry_stream import EntryStream
 
 log = logging.getLogger(__name__)
 Made = tuple[StepInfo, tuple[Shard, ...]]
+Stream: TypeAlias = "EntryStream | RolloutStream"  # what steps come from
 
 
 def make_and_tell(server: str, step: int, make: Callable[[], Made]) -> Made:
@@ -43,30 +47,6 @@ def make_and_tell(server: str, step: int, make: Callable[[], Made]) -> Made:
     record("read_seconds", made[0].read_s, server=server)
     record("collate_seconds", made[0].collate_s, server=server)
     return made
-
-
-class Stream(Protocol):
-    """The interface of what steps come from."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def plan_hash(self) -> str: ...
-    @property
-    def identity(self) -> dict[str, Any]: ...
-    @property
-    def entry_key(self) -> str: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def is_open(self) -> bool: ...
-    def make(self, step: int, roles: Sequence[Role | int]) -> Made: ...
-    def outline(self, step: int, role: Role | int) -> StepOutline: ...
-    def nbytes(self, step: int, role: Role) -> int: ...
-    def is_there(self, step: int) -> bool: ...
-    def wait_for(self, step: int) -> float: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def free(self) -> bool: ...
 
 
 class StepMaker:

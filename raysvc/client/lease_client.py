@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -39,24 +39,13 @@ if TYPE_CHECKING:
     from typing import Self
 
     from raysvc.actors.server.spec import Lease, Role, StepOutline
+    from raysvc.client.rank_reader import ReadAhead
     from raysvc.trackers.reporter import Reporter
     from raysvc.trackers.tracker import Tracker
 
 log = logging.getLogger(__name__)
 WARN_AFTER_STEPS = 64  # without a commit
 S = TypeVar("S")  # a step as this client gives it
-
-
-class Window(Protocol):
-    """Holds what is outstanding of an iteration."""
-
-    @property
-    def num_outstanding(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class LeaseClient(ABC, Generic[F, S]):
@@ -79,7 +68,9 @@ class LeaseClient(ABC, Generic[F, S]):
         self._decided = list(self.lease.decided)
         self._feedback = DriverFeedback(connection, self._frontier, self._decided)
         self._taken = self._frontier  # steps below were handed out, or are committed
-        self._window: Window | None = None  # of the newest iteration; an older one is refused
+        self._window: LookAhead[F] | ReadAhead[Any] | None = (
+            None  # of the newest iteration; an older one is refused
+        )
         self._uncommitted = 0  # steps handed out since the last commit
         self._steps = 0
         self._wait_s = 0.0
@@ -300,7 +291,7 @@ class LeaseClient(ABC, Generic[F, S]):
     def _sizes(self, end: int) -> Sizes:
         return FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
 
-    def _refuse_older(self, window: Window) -> None:
+    def _refuse_older(self, window: LookAhead[F] | ReadAhead[Any]) -> None:
         if self._window is not window:
             expected = f"a new iteration from step {self.frontier}, after the rewind"
             raise StepOutOfOrder(self.lease.name, self.frontier, expected)

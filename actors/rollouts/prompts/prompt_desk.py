@@ -9,33 +9,19 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from raysvc.actors.rollouts.group_log import Event
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.prompts.prompt_book import PromptAttempt, PromptBook, position_of
+from raysvc.actors.rollouts.prompts.prompt_source import PromptSource
 from raysvc.errors import ConfigError, SourceError
-
-
-class PromptStream(Protocol):
-    """A stream of prompts."""
-
-    @property
-    def total(self) -> int:
-        """Positions."""
-
-    @property
-    def identity(self) -> str:
-        """Says which prompts stand at which positions."""
-
-    def uid_at(self, position: int) -> str | None:
-        """The uid of the prompt at a position; None: there is none."""
 
 
 class PromptRules(NamedTuple):
     """The stream, and what is done about prompts that come to nothing; as of `PromptSpec`."""
 
-    source: PromptStream
+    source: PromptSource
     on_stale: str
     max_prompt_s: float | None
     max_attempts: int
