@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.parts import PartView
+from raysvc.ragged import offsets_of
 from raysvc.row_batch import Array, RowBatch, WideRows
 
 Ids = npt.NDArray[np.int64]
@@ -61,8 +62,7 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
         for name, texts in view.texts.items():
             rows[name][places] = [texts[row].as_py() for row in local.tolist()]
         _slice_tokens(view, places, begins, ends, slices)
-    offsets = np.zeros(len(row_ids) + 1, np.int64)
-    np.cumsum(ends - begins, out=offsets[1:])
+    offsets = offsets_of(ends - begins)
     wide = {
         name: WideRows(values.dtype, values.shape[1:], slices[name])
         for name, values in first.tokens.items()

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raysvc.ragged import offsets_of
+
 
 def arrow_of(numbers: npt.NDArray[np.number[Any]]) -> pa.Array:
     """Does what `pa.array` does, for numbers without nulls."""
@@ -37,7 +39,6 @@ def numpy_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 def binary_array(pieces: Sequence[bytes]) -> pa.LargeBinaryArray:
     """Does what `pa.array(pieces, pa.large_binary())` does."""
-    offsets = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    offsets = offsets_of([*map(len, pieces)])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(pieces), buffers)

@@ -8,9 +8,10 @@ Always true:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raysvc.errors import QuarantineExceeded, SourceError
@@ -25,19 +26,6 @@ _OF_TEMPLATES = (
     "a token spans a ",
 )  # what reasons say that another template may not have
 NULLS_SHARE = 0.01  # of all rows: most may have neither calls nor tools
-COUNTS = (
-    "rows_in",
-    "rows_written",
-    "rows_truncated",
-    "reasoning_removed",
-    "reasoning_kept_by_turns",
-    "turns_without_end",
-    "rows_without_end",
-    "tokens_rendered",
-    "tokens_trained",
-    "tokens_context",
-    "tokens_truncated",
-)
 
 
 @dataclass(frozen=True)
@@ -98,13 +86,9 @@ class RowCounts:
     normalized: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
-        return RowCounts(
-            dropped=_merged(self.dropped, other.dropped),
-            quarantined=_merged(self.quarantined, other.quarantined),
-            normalized=_merged(self.normalized, other.normalized),
-            **counts,
-        )
+        both = ((name, getattr(self, name), getattr(other, name)) for name in vars(self))
+        sums = {name: a + b if isinstance(a, int) else dict(Counter(a) + Counter(b)) for name, a, b in both}
+        return RowCounts(**sums)
 
     def check(self) -> None:
         """Raise AssertionError when rows or tokens do not balance: that is our fault, never a user's."""
@@ -124,24 +108,12 @@ class RowCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` gives equal row counts back."""
-        counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        return counts | {
-            "dropped": dict(self.dropped),
-            "quarantined": dict(self.quarantined),
-            "normalized": dict(self.normalized),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RowCounts:
         """RowCounts from what `to_json` gave."""
         return cls(**data)
-
-
-def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
-    merged = dict(left)
-    for reason, count in right.items():
-        merged[reason] = merged.get(reason, 0) + count
-    return merged
 
 
 def reasoning_remedy(counts: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from raysvc.chat.tokens.encoder import Ints32, Ints64
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.errors import SourceError
 from raysvc.job.config import TextSpec
+from raysvc.ragged import cells_of_runs
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, counter: RowCou
     if not odd.any():
         total = int(tokens.offsets[-1])
         return Kept(tokens.ids, tokens.mask, lengths, source_rows, _count(source_rows), total)
-    ranges: list[Ranges] = [[(a, b)] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+    kept_to = tokens.offsets[1:].copy()
     left_out = np.zeros(len(lengths), np.bool_)
     starts = np.flatnonzero(np.append(True, np.diff(source_rows) != 0))
     ends = np.append(starts[1:], len(source_rows))
@@ -80,11 +81,11 @@ def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, counter: RowCou
         number = int(source_rows[places[0]])
         try:
             for place in places:
-                ranges[place] = _ranges(tokens, place, spec, f"{counter.dataset or 'source'}:{number}")
+                kept_to[place] = kept_end(tokens, place, spec, f"{counter.dataset or 'source'}:{number}")
         except (RowFault, RowDropped) as why:
             counter.leave_out(number, why)
             left_out[places.start : places.stop] = True
-    kept = _gathered(tokens, ranges, left_out, source_rows)
+    kept = _gathered(tokens, kept_to, left_out, source_rows)
     counter.truncate(_count(kept.source_rows[kept.lengths < lengths[~left_out]]))
     return kept
 
@@ -106,27 +107,15 @@ def _odd(tokens: TokenRows, lengths: Ints64, spec: TextSpec) -> npt.NDArray[np.b
     return odd
 
 
-def _ranges(tokens: TokenRows, place: int, spec: TextSpec, label: str) -> Ranges:
-    if place in tokens.faults:
-        raise tokens.faults[place]
-    return kept_ranges(tokens, place, spec, label)
-
-
 def _gathered(
-    tokens: TokenRows,
-    ranges: list[Ranges],
-    left_out: npt.NDArray[np.bool_],
-    source_rows: Ints64,
+    tokens: TokenRows, kept_to: Ints64, left_out: npt.NDArray[np.bool_], source_rows: Ints64
 ) -> Kept:
-    there = np.flatnonzero(~left_out)
-    flat = np.array([pair for row in there.tolist() for pair in ranges[row]], np.int64).reshape(-1, 2)
-    sizes = flat[:, 1] - flat[:, 0]
-    ends = np.cumsum(sizes)
-    index = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(flat[:, 0] - ends + sizes, sizes)
-    lengths = np.array([sum(b - a for a, b in ranges[row]) for row in there.tolist()], np.int64)
+    there = ~left_out
+    starts, written = tokens.offsets[:-1][there], source_rows[there]
+    lengths = kept_to[there] - starts
+    cells = cells_of_runs(starts, lengths)
     rendered = int(np.diff(tokens.offsets)[there].sum())
-    written = source_rows[there]
-    return Kept(tokens.ids[index], tokens.mask[index], lengths, written, _count(written), rendered)
+    return Kept(tokens.ids[cells], tokens.mask[cells], lengths, written, _count(written), rendered)
 
 
 MAX_TOKENS = 1 << 20  # where no max_length is given: the longest context that models are usually trained with
@@ -135,11 +124,10 @@ TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no trained token is left after truncation"
 NOTHING_TRAINED = "no trained token"
 LAST_TURN_TOO_LONG = "the last turn alone is longer than max_length"
-Ranges = list[tuple[int, int]]
 
 
-def kept_ranges(rows: TokenRows, row: int, spec: TextSpec, place: str) -> Ranges:
-    """Token ranges of one row that are kept, ascending, in tokens of all rows.
+def kept_end(rows: TokenRows, row: int, spec: TextSpec, place: str) -> int:
+    """Returns where the tokens of one row end that are kept, among those of all rows: a row keeps its beginning.
 
     Args:
         rows: with their mask.
@@ -149,15 +137,17 @@ def kept_ranges(rows: TokenRows, row: int, spec: TextSpec, place: str) -> Ranges
 
     Raises:
         RowDropped: the policy leaves the row out, or nothing of it is trained.
-        RowFault: it has more than `MAX_TOKENS`, and the job says nothing of rows so long.
+        RowFault: as it was found, or it has more than `MAX_TOKENS`, and the job says nothing of rows so long.
         SourceError: the row is too long and the policy is `error`.
     """
+    if row in rows.faults:
+        raise rows.faults[row]
     first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
     is_prompt = spec.format == "prompt"  # nothing of it is to be trained
     if not is_prompt and not rows.mask[first:last].any():
         raise RowDropped(NOTHING_TRAINED)
     if last - first <= (spec.max_length or MAX_TOKENS):
-        return [(first, last)]
+        return last
     if spec.max_length is None:
         raise RowFault(TOO_MANY, f"it has {last - first:,}; max_length and truncation say what to do with it")
     if spec.truncation == "drop":
@@ -170,10 +160,10 @@ def kept_ranges(rows: TokenRows, row: int, spec: TextSpec, place: str) -> Ranges
         )
     if spec.truncation == "keep_end_turns":
         raise RowDropped(LAST_TURN_TOO_LONG)  # what could be made shorter was
-    ranges = [(first, first + spec.max_length)]
-    if not any(rows.mask[a:b].any() for a, b in ranges):
+    end = first + spec.max_length
+    if not rows.mask[first:end].any():
         raise RowDropped(NOTHING_LEFT)
-    return ranges
+    return end
 
 
 def fewer_turns(example: ChatExample) -> list[ChatExample]:

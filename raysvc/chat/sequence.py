@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TokensExample
 from raysvc.media.kinds import Kind
+from raysvc.ragged import offsets_of
 
 FREE = 0  # text under loss that is no turn: any token may be in it
 OPEN_TURN = 1  # a turn that the template does not end with a token
@@ -146,8 +147,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     """
     texts = [sequence.text for sequence in sequences]
     data = np.frombuffer("".join(texts).encode(), np.uint8)
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([*map(len, texts)], out=offsets[1:])
+    offsets = offsets_of([*map(len, texts)])
     spans = [sequence.spans for sequence in sequences]
     counts = [*map(len, spans)]
     numbers = chain.from_iterable(chain.from_iterable(spans))

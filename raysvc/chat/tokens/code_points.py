@@ -31,6 +31,7 @@ import numpy as np
 from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Encoder, Ints64
 from raysvc.chat.tokens.file_tokenizer import FileTokenizer
 from raysvc.chat.tokens.token_bytes import CHAR_OF_BYTE
+from raysvc.ragged import offsets_of
 
 logger = logging.getLogger(__name__)
 Pair = tuple[Encoder, Encoder]
@@ -144,8 +145,7 @@ def replaced(found: EncodedTexts, rows: list[int], right: EncodedTexts) -> Encod
     pieces = [found.ids[a:b] for a, b in pairwise(found.offsets.tolist())]
     for place, row in enumerate(rows):
         pieces[row] = right.ids[right.offsets[place] : right.offsets[place + 1]]
-    offsets = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    offsets = offsets_of([*map(len, pieces)])
     return EncodedTexts(np.concatenate(pieces) if pieces else found.ids, offsets)
 
 

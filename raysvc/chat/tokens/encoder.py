@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.tokens.backend_parts import unknown_id
+from raysvc.ragged import offsets_of
 
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]
@@ -165,8 +166,7 @@ class GigatokenEncoder:
 
 
 def joined(lists: list[list[int]]) -> EncodedTexts:
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+    offsets = offsets_of([*map(len, lists)])
     ids = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))
     return EncodedTexts(ids, offsets)
 

@@ -27,6 +27,7 @@ from raysvc.chat.tokens.align import (
     differing_rows,
 )
 from raysvc.chat.tokens.encoder import EncodedTexts, Encoder, Ints32, Ints64, ReferenceEncoder
+from raysvc.ragged import offsets_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ class RowEncoder:
 
 def rows_of_tokens(examples: list[TokensExample]) -> TokenRows:
     """Rows that came as tokens."""
-    offsets = np.zeros(len(examples) + 1, np.int64)
-    np.cumsum([len(e.ids) for e in examples], out=offsets[1:])
+    offsets = offsets_of([len(e.ids) for e in examples])
     ids = np.fromiter((token for e in examples for token in e.ids), np.int32, int(offsets[-1]))
     mask = np.fromiter((bit for e in examples for bit in e.mask), np.uint8, int(offsets[-1]))
     return TokenRows(ids, mask, offsets)
@@ -158,8 +158,7 @@ def _surrounded(rows: TokenRows, batch: Batch) -> TokenRows:
         ids += [prefix, rows.ids[first:last], np.array(suffix, np.int32)]
         mask += [np.zeros(len(prefix), np.uint8), rows.mask[first:last], np.ones(len(suffix), np.uint8)]
         sizes.append(len(prefix) + int(last - first) + len(suffix))
-    offsets = np.zeros(len(suffixes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
+    offsets = offsets_of(sizes)
     return TokenRows(np.concatenate(ids), np.concatenate(mask), offsets, rows.faults)
 
 
