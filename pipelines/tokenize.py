@@ -216,7 +216,7 @@ def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, 
 def is_usable(meta: Mapping[str, Any]) -> bool:
     """Returns whether a receipt's maker left all that the report is made of."""
     try:
-        RowCounts.from_json(meta["row_counts"]).check()
+        RowCounts(**meta["row_counts"]).check()
         for item in meta["examples"]:
             Quarantined(**item)
         types = (type(meta["sampled"]), type(meta["encoder"]), type(meta["switched"]))

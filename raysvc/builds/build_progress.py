@@ -75,7 +75,7 @@ class BuildMeter:
         self._slices_done += 1
         self._tokens += receipt.part.num_tokens
         self._note_worker(receipt)
-        row_counts = RowCounts.from_json(receipt.meta["row_counts"])
+        row_counts = RowCounts(**receipt.meta["row_counts"])
         self._done += self._rows.get(receipt.slice_index, row_counts.rows_in)
         self._record(receipt, row_counts)
         self._tick()

@@ -38,7 +38,7 @@ def make_report(
         QuarantineExceeded: more rows than `max_quarantine` could not be verified.
         SourceError: no row is left.
     """
-    row_counts = sum((RowCounts.from_json(one.meta["row_counts"]) for one in receipts), RowCounts())
+    row_counts = sum((RowCounts(**one.meta["row_counts"]) for one in receipts), RowCounts())
     row_counts.check()
     examples = [item for one in receipts for item in one.meta["examples"]]
     check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
@@ -109,7 +109,7 @@ def check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
         QuarantineExceeded: with the reasons and examples.
     """
     examples = [Quarantined(**item) for item in report["examples"]]
-    check_quarantine(RowCounts.from_json(report["row_counts"]), examples, job.max_quarantine)
+    check_quarantine(RowCounts(**report["row_counts"]), examples, job.max_quarantine)
 
 
 def percentiles(lengths: Iterable[npt.NDArray[np.int32]]) -> dict[str, int]:

@@ -101,6 +101,11 @@ class CacheEntry:
         """Tokens of all rows, context included."""
         return self.rows.num_tokens
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Says which entry this is and whether it was there, for machines."""
+        return {"key": self.key, "hit": self.hit, "reason": self.reason, "uri": self.uri}
+
     @cached_property
     def report(self) -> Mapping[str, Any]:
         """Returns what the builder reported: row counts, quarantined examples, encoder, lengths.
@@ -189,20 +194,20 @@ class CacheEntry:
         return self.row(index).spans()
 
     def __repr__(self) -> str:
-        return facts_text("cache entry", self._facts())
+        return facts_text("cache entry", self._shown())
 
     def _repr_html_(self) -> str:
         aside = self.report.get("examples", ())
         if not aside:
-            return facts_html("Cache entry", self._facts())
+            return facts_html("Cache entry", self._shown())
         count = sum(self.report["row_counts"]["quarantined"].values())
         lines = [[one["source_row"], one["reason"], one["detail"]] for one in aside]
         title = f"{len(aside):,} of {count:,} quarantined rows"
-        return facts_html("Cache entry", self._facts()) + records_html(
+        return facts_html("Cache entry", self._shown()) + records_html(
             title, ("source row", "reason", "detail"), lines
         )
 
-    def _facts(self) -> dict[str, Any]:
+    def _shown(self) -> dict[str, Any]:
         source = ", ".join(self.report.get("paths", ()))
         return {
             "key": self.key[:16],

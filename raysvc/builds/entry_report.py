@@ -94,7 +94,7 @@ def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
 
 def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     verifications = [one["verification"] for one in reports]
-    row_counts = reduce(RowCounts.__add__, (RowCounts.from_json(one["row_counts"]) for one in reports))
+    row_counts = reduce(RowCounts.__add__, (RowCounts(**one["row_counts"]) for one in reports))
     switched = {
         reason for verification in verifications for reason in verification["switched_to_the_reference"]
     }

@@ -92,7 +92,7 @@ class FollowedBuild(Build):
             QuarantineExceeded: too much is, of what this process has seen.
         """
         super().add(receipt)
-        self._counts += RowCounts.from_json(receipt.meta["row_counts"])
+        self._counts += RowCounts(**receipt.meta["row_counts"])
         if self._counts.rows_in >= LEAST_ROWS:
             found = {"row_counts": self._counts.to_json(), "examples": receipt.meta["examples"]}
             with errors_of(self.name):

@@ -87,7 +87,9 @@ class RowCounts:
 
     def __add__(self, other: RowCounts) -> RowCounts:
         both = ((name, getattr(self, name), getattr(other, name)) for name in vars(self))
-        sums = {name: a + b if isinstance(a, int) else dict(Counter(a) + Counter(b)) for name, a, b in both}
+        sums: dict[str, Any] = {
+            name: a + b if isinstance(a, int) else dict(Counter(a) + Counter(b)) for name, a, b in both
+        }
         return RowCounts(**sums)
 
     def check(self) -> None:
@@ -107,13 +109,8 @@ class RowCounts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` gives equal row counts back."""
+        """Plain data, the arguments of equal row counts."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RowCounts:
-        """RowCounts from what `to_json` gave."""
-        return cls(**data)
 
 
 def reasoning_remedy(counts: Mapping[str, Any]) -> str:

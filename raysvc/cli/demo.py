@@ -17,6 +17,7 @@ from raysvc.cli.view import View
 Rows = Annotated[int, typer.Option(help="Number of chat rows to generate.", min=64)]
 Images = Annotated[bool, typer.Option("--images", help="Rows with pictures, for a tiny vision model.")]
 FOLDER = Path(".raysvc/demo")
+TRAINER = {"dp_size": 2, "learning_rate": 3.0e-3, "checkpoint_every_steps": 25}
 
 
 @edge
@@ -43,13 +44,7 @@ def write_job(folder: Path, num_rows: int) -> Path:
     """Write rows, tokenizer and `job.yaml`; the same bytes every time."""
     from raysvc.cli import sample_data
 
-    trainer = {
-        "dp_size": 2,
-        "model": "tiny",
-        "learning_rate": 3.0e-3,
-        "run_dir": "runs/demo",
-        "checkpoint_every_steps": 25,
-    }
+    trainer = {**TRAINER, "model": "tiny", "run_dir": "runs/demo"}
     plan = {"batch_size": 64, "mini_batch_size": 32, "epochs": 2, "micro_batch_tokens": 4096}
     return sample_data.write_job(folder, num_rows, plan=plan, server={"name": "demo"}, trainer=trainer)
 
@@ -58,13 +53,7 @@ def write_image_job(folder: Path, num_rows: int) -> Path:
     """Does what `write_job` does, with rows that have pictures."""
     from raysvc.cli import demo_images
 
-    trainer = {
-        "dp_size": 2,
-        "model": "tiny-vision",
-        "learning_rate": 3.0e-3,
-        "run_dir": "runs/demo-images",
-        "checkpoint_every_steps": 25,
-    }
+    trainer = {**TRAINER, "model": "tiny-vision", "run_dir": "runs/demo-images"}
     plan = {"batch_size": 32, "epochs": 2, "layout": "packed", "micro_batch_tokens": 1024}
     return demo_images.write_image_job(
         folder, num_rows, plan=plan, server={"name": "demo-images"}, trainer=trainer

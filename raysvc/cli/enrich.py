@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
-from raysvc.cli.tokenize import cache_facts, cache_line
+from raysvc.cli.tokenize import cache_line
 from raysvc.cli.view import View, print_table
 from raysvc.progress import Progress
 
@@ -44,7 +44,7 @@ def enrich(
     print(cache_line(entry), file=sys.stderr)
     reports = added_reports(entry)
     if as_json:
-        emit({"cache": cache_facts(entry), "columns": sorted(added_columns(entry)), "added": reports})
+        emit({"cache": entry.facts, "columns": sorted(added_columns(entry)), "added": reports})
         return
     for report in reports:
         print_table(f"Added {', '.join(report['columns'])}", _rows(report))

@@ -34,7 +34,7 @@ def tokenize(
         entry = api.tokenize(job, address=address, progress=view)
     print(cache_line(entry), file=sys.stderr)
     if as_json:
-        emit({"cache": cache_facts(entry), "report": dict(entry.report)})
+        emit({"cache": entry.facts, "report": dict(entry.report)})
         return
     print_table("Tokenized", report_rows(entry))
     for example in entry.report["examples"][:EXAMPLES_SHOWN]:
@@ -45,11 +45,6 @@ def tokenize(
 def cache_line(entry: CacheEntry) -> str:
     """One line that says hit or miss, key and reason."""
     return f"cache {'hit' if entry.hit else 'miss'}: key={entry.key[:16]} ({entry.reason}) {entry.uri}"
-
-
-def cache_facts(entry: CacheEntry) -> dict[str, Any]:
-    """The same for machines."""
-    return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
 
 
 def report_rows(entry: CacheEntry) -> dict[str, Any]:

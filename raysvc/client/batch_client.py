@@ -395,7 +395,14 @@ def attach(
 
     known = _checked_roles(roles, dp_size, rank)
     seat = seat_asked_for(mesh, coords, dp_size, rank, roles)
-    _check_attach(name, takeover, reader, group, look_ahead_steps, look_ahead_bytes, address)
+    text("attach(name)", name)
+    if takeover != "force":
+        flag("attach(takeover)", takeover)
+    text("attach(reader)", reader, empty=True)
+    optional_text("attach(group)", group)
+    integer("attach(look_ahead_steps)", look_ahead_steps, 0)
+    optional_integer("attach(look_ahead_bytes)", look_ahead_bytes, 0)
+    optional_text("attach(address)", address)
     connect(address)
     server = find_server(name)
     meet(server, name)
@@ -471,25 +478,6 @@ def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: i
             what, remedy = f"{role.batches!r} makes no batches", "give BatchRules(), or leave it out"
             raise ConfigError(f"attach(roles[{name!r}].batches)", what, remedy)
     return known
-
-
-def _check_attach(
-    name: str,
-    takeover: bool | Literal["force"],
-    reader: str,
-    group: str | None,
-    look_ahead_steps: int,
-    look_ahead_bytes: int | None,
-    address: str | None,
-) -> None:
-    text("attach(name)", name)
-    if takeover != "force":
-        flag("attach(takeover)", takeover)
-    text("attach(reader)", reader, empty=True)
-    optional_text("attach(group)", group)
-    integer("attach(look_ahead_steps)", look_ahead_steps, 0)
-    optional_integer("attach(look_ahead_bytes)", look_ahead_bytes, 0)
-    optional_text("attach(address)", address)
 
 
 def _quarter_of_store() -> int | None:

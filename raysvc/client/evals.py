@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysvc.actors.server.spec import Role
 from raysvc.client.look_ahead import F, Limit, LookAhead, PlannedSizes
-from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
+from raysvc.client.rank_reader import RankReader, ReadAhead, StepFetch
 from raysvc.client.steps import Mini, RankMicro, RankStep, Step, micros_of
 from raysvc.plan.schedule import Schedule
 
@@ -46,26 +45,19 @@ class _Eval:
             yield from fetches
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    index: int
-    info: Any
-    shards: tuple[Any, ...]
-
-
 class EvalStream(_Eval):
     """Steps of one eval, each of one mini-batch; make it with `client.eval(name)`."""
 
     def __iter__(self) -> Iterator[Step]:
         with closing(self._fetches(self._fetch, self._ask_sizes)) as fetches:
             for fetch in fetches:
-                info: StepInfo = self._connection.get(fetch.info)
-                mini = Mini(fetch.shards, info.mini_batches[0], {}, info.rows[0])
+                made, *shards = fetch.refs
+                info: StepInfo = self._connection.get(made)
+                mini = Mini(tuple(shards), info.mini_batches[0], {}, info.rows[0])
                 yield Step(fetch.index, 0, (mini,))
 
-    def _fetch(self, index: int) -> _Fetch:
-        info, *shards = self._connection.fetch_step(index, (Role(self.dp_size),), 1, self.name)
-        return _Fetch(index, info, tuple(shards))
+    def _fetch(self, index: int) -> StepFetch:
+        return StepFetch(index, self._connection.fetch_step(index, (Role(self.dp_size),), 1, self.name))
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._connection.sizes(first, stop, (Role(self.dp_size),), self.name)
@@ -93,7 +85,7 @@ class RankEval(_Eval):
         """
         reader = RankReader(self._connection, self._role, stream=self.name)
 
-        def ask(index: int) -> RankFetch:
+        def ask(index: int) -> StepFetch:
             return reader.ask(index, 1)
 
         if not self._limit.steps:

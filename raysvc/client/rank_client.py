@@ -24,7 +24,7 @@ from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.meter import DeliveredStep
-from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
+from raysvc.client.rank_reader import RankReader, ReadAhead, StepFetch
 from raysvc.client.steps import RankMicro as RankMicro
 from raysvc.client.steps import RankStep as RankStep
 from raysvc.client.steps import micros_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from raysvc.client.torch_dataset import RankDataset
 
 
-class RankClient(LeaseClient[RankFetch, RankStep]):
+class RankClient(LeaseClient[StepFetch, RankStep]):
     """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)` or `raysvc.attach(name, mesh=..., coords=...)`.
 
     Attributes:
@@ -104,10 +104,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         method = server.num_micro_batches.options(concurrency_group="fetch")
         return int(self._connection.get(method.remote(0, stop, self._roles[0])))
 
-    def _iterate(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
+    def _iterate(self, ask: Callable[[int], StepFetch], stop: int) -> Iterator[RankStep]:
         return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)
 
-    def _read_ahead(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
+    def _read_ahead(self, ask: Callable[[int], StepFetch], stop: int) -> Iterator[RankStep]:
         steps = range(self.frontier, min(stop, self.schedule.num_steps))
         sizes = self._sizes(steps.stop)
         self._end_iteration()
@@ -140,7 +140,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
                     self._taken = index + 1
                 yield step
 
-    def _brought(self, fetch: RankFetch) -> tuple[RankStep, DeliveredStep]:
+    def _brought(self, fetch: StepFetch) -> tuple[RankStep, DeliveredStep]:
         """In the thread of `ReadAhead`."""
         step = self._arrive(fetch)
         return step, self._given(step)
@@ -150,7 +150,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         self._connection.send_commits()
         self._record()
 
-    def _arrive(self, fetch: RankFetch) -> RankStep:
+    def _arrive(self, fetch: StepFetch) -> RankStep:
         return self._reader.arrive(fetch)
 
     def _given(self, step: RankStep) -> DeliveredStep:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RankFetch:
+class StepFetch:
     """A step that was asked for: refs of its info and of its shards, or one of all together."""
 
     index: int
@@ -53,12 +53,12 @@ class RankReader:
     def __init__(self, connection: Connection, role: Role, stream: str = "") -> None:
         self._connection, self._role, self._stream = connection, role, stream
 
-    def ask(self, index: int, num_mini_batches: int) -> RankFetch:
+    def ask(self, index: int, num_mini_batches: int) -> StepFetch:
         """Have a step fetched; returns at once."""
         refs = self._connection.fetch_rank(index, self._role, num_mini_batches, self._stream)
-        return RankFetch(index, refs)
+        return StepFetch(index, refs)
 
-    def arrive(self, fetch: RankFetch) -> RankStep:
+    def arrive(self, fetch: StepFetch) -> RankStep:
         """Wait for a step and bring it to this process; ends early when the client is detached.
 
         Raises:
@@ -80,7 +80,7 @@ class RankReader:
         wait, parts = self._connection.sizes(first, stop, (self._role,), self._stream), self._role.num_shards
         return lambda: [None if size is None else size // parts for size in wait()]
 
-    def _opened(self, fetch: RankFetch, lost: Any = None) -> tuple[StepInfo, list[Any], bool]:
+    def _opened(self, fetch: StepFetch, lost: Any = None) -> tuple[StepInfo, list[Any], bool]:
         """Info and shards of what a collator or the server answered, and whether this process is the first of its node.
 
         Args:
@@ -155,8 +155,8 @@ class ReadAhead(Generic[T]):
     def __init__(
         self,
         connection: Connection,
-        ask: Callable[[int], RankFetch],
-        bring: Callable[[RankFetch], T],
+        ask: Callable[[int], StepFetch],
+        bring: Callable[[StepFetch], T],
         sizes: Sizes,
         limit: Limit,
         steps: range,
@@ -175,7 +175,7 @@ class ReadAhead(Generic[T]):
         # the thread alone touches those below
         self._seen = 0  # of `wanted`
         self._num_asked = self._num_brought = 0
-        self._coming: collections.deque[tuple[RankFetch, Future[Any]]] = collections.deque()
+        self._coming: collections.deque[tuple[StepFetch, Future[Any]]] = collections.deque()
         self._taken_s = time.monotonic()
         self._held: collections.deque[T] = collections.deque()  # brought, and not known to be done with
         connection.beside(self._run, "read")
@@ -227,7 +227,7 @@ class ReadAhead(Generic[T]):
         self._closed = True
         self._notes.put(None)
 
-    def _asked_for(self, index: int) -> RankFetch:
+    def _asked_for(self, index: int) -> StepFetch:
         fetch = self._ask(index)
         answer, notes = fetch.refs[0].future(), self._notes
         self._num_asked += 1
@@ -248,7 +248,7 @@ class ReadAhead(Generic[T]):
             self._coming.clear()
             self._held.clear()
 
-    def _bring_all(self, window: Generator[RankFetch, None, None]) -> None:
+    def _bring_all(self, window: Generator[StepFetch, None, None]) -> None:
         while self._num_brought < len(self._steps) and not (self._closed or self._connection.closed):
             if self._seen < self.wanted:
                 next(window)  # asks for those that may be ahead now

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +85,6 @@ def media_of(text: str | None) -> tuple[Medium, ...]:
         raise EntryError(
             f"column {COLUMN}", f"it is damaged ({error})", "build it again with cache.force: true"
         ) from None
-
-
-def digests_of(texts: Iterable[str | None]) -> list[str]:
-    """The different digests of some values of column `media`, sorted."""
-    return sorted({medium.sha256 for text in texts for medium in media_of(text)})
 
 
 _COUNTS = ("tokens", "at", "patches", "num_bytes")

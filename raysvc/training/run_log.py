@@ -203,11 +203,6 @@ def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     return {prefix + name: float(value) for name, value in found.items() if value is not None}
 
 
-def cache_facts(entry: CacheEntry) -> dict[str, Any]:
-    """Says which entry a run reads, and whether it was there."""
-    return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
-
-
 def left_out(entry: CacheEntry) -> dict[str, Any]:
     """Returns which rows of the source are not in the entry, or not whole; empty while a build is going on.
 
@@ -271,7 +266,7 @@ def write_summary(
         "stalls": dict((stalls or StallBook()).summary()),
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
         **decisions.to_summary(),
-        "cache": cache_facts(entry),
+        "cache": entry.facts,
         "left_out": left_out(entry),
         "resumed_from": resumed_from,
         "model": str(folder.model) if finished and folder.model.exists() else None,

@@ -36,7 +36,7 @@ from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of, unit_o
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
-from raysvc.training.run_log import RunLog, cache_facts, left_out, write_summary
+from raysvc.training.run_log import RunLog, left_out, write_summary
 from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run_job(
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0, decisions=decisions)
         return {
             **told,
-            "cache": cache_facts(entry),
+            "cache": entry.facts,
             "left_out": left_out(entry),
             "resumed_from": checkpoint.step,
         }

@@ -20,7 +20,7 @@ from raysvc.client.commits import AT_MOST, Commit, Commits
 from raysvc.client.lease_client import WARN_AFTER_STEPS, LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.rank_client import RankClient
-from raysvc.client.rank_reader import RankFetch
+from raysvc.client.rank_reader import StepFetch
 from raysvc.client.steps import RankStep
 from raysvc.errors import FencedError, StepOutOfOrder
 
@@ -89,12 +89,12 @@ class Rank(RankClient):
             if step.index + 1 < stop:
                 assert eventually(lambda: self._window is None or not self._window.ready.empty())  # type: ignore[attr-defined]
 
-    def asked(self, index: int) -> RankFetch:
+    def asked(self, index: int) -> StepFetch:
         answer: Future[None] = Future()
         answer.set_result(None)
-        return RankFetch(index, [SimpleNamespace(future=lambda: answer)])
+        return StepFetch(index, [SimpleNamespace(future=lambda: answer)])
 
-    def _arrive(self, fetch: RankFetch) -> RankStep:
+    def _arrive(self, fetch: StepFetch) -> RankStep:
         counts = SimpleNamespace(tokens=TOKENS)
         info: Any = SimpleNamespace(
             num_cells=8, pad_share=0.0, rank_tokens=(TOKENS,), num_truncated=0, denominators=counts

@@ -14,7 +14,7 @@ import ray
 from raysvc.actors.server.spec import Role, StepInfo
 from raysvc.client import rank_reader
 from raysvc.client.connection import POLL_S
-from raysvc.client.rank_reader import RankFetch, RankReader, pause_s
+from raysvc.client.rank_reader import RankReader, StepFetch, pause_s
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.collate.shard import Denominators
 from raysvc.errors import FencedError, StepFailed, StepOutOfOrder
@@ -94,7 +94,7 @@ def test_shards_that_a_living_server_lost_are_asked_for_once_more_and_then_named
     opening = RankReader(answers, Role(3))  # type: ignore[arg-type]
     monkeypatch.setattr(opening, "_values", values)
     with pytest.raises(StepFailed, match="could not make step 7: its shards are lost and the server lives"):
-        opening.arrive(RankFetch(7, []))
+        opening.arrive(StepFetch(7, []))
     assert (left, answers.calls) == ([], [(7, Role(3), 2, "")] * 2)
 
 
@@ -106,7 +106,7 @@ def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
     own = reader(answers, monkeypatch, "held out")
     fetch = own.ask(7, 2)
     assert answers.calls == [(7, Role(3), 2, "held out")]
-    assert fetch == RankFetch(7, ["ref 0", "ref 1", "ref 2"])
+    assert fetch == StepFetch(7, ["ref 0", "ref 1", "ref 2"])
     step = own.arrive(fetch)
     assert answers.calls[1:] == [("check",)] * late + [("order of", 7)], "an eval has no commits"
     assert (step.index, step.epoch, step.infos) == (7, 2, ("minis",))
@@ -123,7 +123,7 @@ def test_the_one_answer_of_a_server_opens_as_those_of_a_collator(monkeypatch: py
     rows = ((np.array([0], np.int32),),)
     told = StepInfo(7, 2, (mini,), (rows,), 1.0, 2.0, (3, 4), 5.0, 6.0, "order")
     answer = msgpack.unpackb(msgpack.packb([told.for_rank(8), "a"], strict_types=True))
-    opened, shards, first = reader(Answers([answer]), monkeypatch)._opened(RankFetch(7, ["ref"]))
+    opened, shards, first = reader(Answers([answer]), monkeypatch)._opened(StepFetch(7, ["ref"]))
     assert (shards, first) == (["a"], True)
     assert (opened.rows, opened.frontier) == ((), 8)
     plain = {**vars(told), "rows": (), "frontier": 8, "mini_batches": opened.mini_batches}

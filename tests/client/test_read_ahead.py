@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raysvc.client import rank_reader
 from raysvc.client.look_ahead import Limit, PlannedSizes, Sizes
-from raysvc.client.rank_reader import RankFetch, ReadAhead
+from raysvc.client.rank_reader import ReadAhead, StepFetch
 from raysvc.errors import FencedError, StepFailed
 
 WITHIN_S = 30.0
@@ -87,7 +87,7 @@ class Loop:
         self.refs = [Ref() for _ in range(num_steps)]
         self.who: set[threading.Thread] = set()
         self.brought: list[int] = []
-        self.fetches: list[weakref.ref[RankFetch]] = []
+        self.fetches: list[weakref.ref[StepFetch]] = []
         self.looks = Looks()
         self.moved = threading.Condition()
         known = sizes or [1] * num_steps
@@ -96,16 +96,16 @@ class Loop:
             self.link, self.ask, self.bring, planned, limit, range(num_steps), **options
         )
 
-    def ask(self, index: int) -> RankFetch:
+    def ask(self, index: int) -> StepFetch:
         with self.moved:
             self.who.add(threading.current_thread())
             self.asked.append(index)
             self.moved.notify_all()
-        fetch = RankFetch(index, [self.refs[index]])
+        fetch = StepFetch(index, [self.refs[index]])
         self.fetches.append(weakref.ref(fetch))
         return fetch
 
-    def bring(self, fetch: RankFetch) -> int:
+    def bring(self, fetch: StepFetch) -> int:
         assert self.refs[fetch.index].answer.done(), "opened before it was there"
         self.refs[fetch.index].answer.result()
         with self.moved:

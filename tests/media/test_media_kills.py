@@ -20,7 +20,7 @@ from raysvc.cache.verify import verify_folder
 from raysvc.media.media_gc import remove_media
 from raysvc.media.media_index import media_problems
 from raysvc.media.media_store import FOLDER, write_medium
-from raysvc.media.medium import digests_of
+from raysvc.media.medium import media_of
 
 from .families import llava
 from .rows import data_url, jpeg, openai, write_jsonl
@@ -100,4 +100,6 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
 
     entry = raysvc.open_cache(uri)
     assert entry.num_rows == ROWS
-    assert set(digests_of(entry.table().column("media").to_pylist())) == digests
+    assert {
+        one.sha256 for text in entry.table().column("media").to_pylist() for one in media_of(text)
+    } == digests
