@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_commit import GroupCommit
-from raysvc.actors.rollouts.group_log import Event, Spool
+from raysvc.actors.rollouts.group_log import Event, Spool, key_of
 from raysvc.actors.rollouts.group_pool import Key, Pool, ReadyGroup, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
@@ -196,16 +196,16 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: RestoredGroups)
     elif kind == "released":
         pool.release(value)
     elif kind == "opened":
-        pool.owners.update({_key(key): value[0] for key in value[1]})
+        pool.owners.update({key_of(key): value[0] for key in value[1]})
     elif kind == "closed":
-        for key in map(_key, value):
+        for key in map(key_of, value):
             _close(key, pool, schema, found)
     elif kind == "evicted":
         pool.evicted += len(value)
-        found.gone.update(map(_key, value))
+        found.gone.update(map(key_of, value))
     elif kind == "dropped":
-        found.dropped.update(map(_key, value))
-        found.gone.update(map(_key, value))
+        found.dropped.update(map(key_of, value))
+        found.gone.update(map(key_of, value))
     elif kind == "handed_out":
         owner, ask, prompts, following = value
         handed = [PromptAttempt(*each) for each in prompts]
@@ -258,11 +258,11 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
     found.book.load(value["prompts"])
     pool.granted = {each.uid: each.version for each in found.book.out.values()}
     pool.quarantined = {(uid, attempt): reason for uid, attempt, reason in value["quarantined"]}
-    found.gone, found.dropped = set(map(_key, value["gone"])), set(map(_key, value["dropped"]))
-    for key in map(_key, value["closed"]):
+    found.gone, found.dropped = set(map(key_of, value["gone"])), set(map(key_of, value["dropped"]))
+    for key in map(key_of, value["closed"]):
         _close(key, pool, schema, found)
-    found.held = {_key(key) for name in ("ready", "waiting") for key in value.get(name, ())}
-    place = {key: number for number, key in enumerate(map(_key, value.get("ready", ())))}
+    found.held = {key_of(key) for name in ("ready", "waiting") for key in value.get(name, ())}
+    place = {key: number for number, key in enumerate(map(key_of, value.get("ready", ())))}
     pool.ready.sort(
         key=lambda group: place.get(group.key, -1)
     )  # those that are not there are in a step, or gone
@@ -312,7 +312,3 @@ def _kind(item: Chunk | StepRecord | Event) -> str:
         names = item.table.schema.names if item.table is not None else []
         return f"{item.folder} {names}"
     return "snapshot" if isinstance(item, dict) and "snapshot" in item else type(item).__name__
-
-
-def _key(pair: list[Any]) -> Key:
-    return str(pair[0]), int(pair[1])

@@ -157,7 +157,7 @@ class Spool:
         """step -> its groups, of all steps that are there; and group -> `trained_from` of those of which sequences may be withheld."""
         groups, trained_from = dict[int, list[Key]](), dict[Key, int]()
         for record in self._records("steps"):
-            keys = groups[record["step"]] = [_key(key) for key in record["groups"]]
+            keys = groups[record["step"]] = [key_of(key) for key in record["groups"]]
             said = zip(keys, record.get("trained_from", ()), strict=False)
             trained_from |= {key: version for key, version in said if version is not None}
         return groups, trained_from
@@ -290,7 +290,8 @@ def _is_whole(name: str) -> bool:
     return name.endswith((".arrow", ".json")) and name.split(".")[0].isdigit()
 
 
-def _key(pair: list[Any]) -> Key:
+def key_of(pair: list[Any]) -> Key:
+    """A group, as JSON has it."""
     return str(pair[0]), int(pair[1])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from raysvc.cache import names
 from raysvc.cache.key import canonical_json
+from raysvc.cache.local.sealed import SEAL, seal_of, sealed
 from raysvc.cache.store.store import Store
 from raysvc.errors import StoreError
 
@@ -55,7 +56,7 @@ class Memo:
         try:
             if path.rpartition("/")[2] in self._names:
                 self.store.delete(path)
-            self.store.create(path, canonical_json({**fields, "sha256": _seal(fields)}))
+            self.store.create(path, sealed(fields))
         except (StoreError, OSError) as error:
             logger.info("scan not kept root=%s error=%s", self.store.url, error)
 
@@ -68,15 +69,11 @@ def _path(about: Mapping[str, Any]) -> str:
     return f"{names.SCANS}/{hashlib.sha256(canonical_json(dict(about))).hexdigest()}.json"
 
 
-def _seal(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(dict(fields))).hexdigest()
-
-
 def _opened(data: bytes, about: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         raw = json.loads(data) if len(data) <= MAX_BYTES else {}
-        seal = raw.pop("sha256", None)
-        if seal != _seal(raw) or raw["about"] != dict(about) or not isinstance(raw["value"], dict):
+        seal = raw.pop(SEAL, None)
+        if seal != seal_of(raw) or raw["about"] != dict(about) or not isinstance(raw["value"], dict):
             return None
         return dict(raw["value"])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.build_progress import BuildMeter
 from raysvc.builds.build_report import known_before, make_report
@@ -40,37 +41,52 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Resumable(Protocol):
-    """Declares what the loop of `raysvc.builds.run_builds` makes: an entry from slices, some of which may be there."""
+class Resumable(ABC):
+    """An entry that is made from slices, some of which may be there, as `raysvc.builds.find_or_build.run` makes it.
 
-    @property
-    def left(self) -> Sequence[Any]:
-        """Slices that nobody has made, each with its `index`, in the order of the entry."""
-        ...
+    Attributes:
+        left: slices that nobody has made, each with its `index`, in the order of the entry; by `start`.
+    """
+
+    left: Sequence[Any] = ()
+
+    def __init__(self) -> None:
+        self._done: dict[int, Receipt] = {}
+        self._slices: Sequence[Any] = ()  # of the entry, by `start`
 
     @property
     def is_complete(self) -> bool:
         """Returns whether every slice is made."""
-        ...
+        return len(self._done) == len(self._slices)
 
+    @abstractmethod
     def start(self, needed: Collection[int] | None = None) -> None:
         """Look at what is made.
 
         Args:
             needed: indexes of the slices that are wanted; None: all.
         """
-        ...
 
     def add(self, receipt: Receipt) -> None:
-        """Take a slice that was made, maybe once more."""
-        ...
+        """Take a slice that was made, maybe once more.
 
+        Raises:
+            QuarantineExceeded: the first rows are nearly all quarantined.
+        """
+        if receipt.slice_index not in self._done:
+            self._done[receipt.slice_index] = receipt
+            self._count(receipt)
+
+    @abstractmethod
+    def _count(self, receipt: Receipt) -> None:
+        """Count a slice that is new."""
+
+    @abstractmethod
     def finish(self) -> Entry:
         """Finish the entry."""
-        ...
 
 
-class Build:
+class Build(Resumable):
     """The entry of one source, from its first slice to its manifest.
 
     Args:
@@ -79,21 +95,18 @@ class Build:
 
     Attributes:
         progress: is told of each slice; may be set until `start`.
-        left: slices that nobody has made, by `start`.
 
     Raises:
         StoreError: it cannot be built there.
     """
 
-    left: Sequence[Slice] = ()
     has_end = True  # its source has one
     streams = False  # rows come to whoever tokenizes them
 
     def __init__(self, found: Lookup, progress: Progress = silent, number: int = 0) -> None:
+        super().__init__()
         self.found, self.progress, self.number, self.name = found, progress, number, found.name
         self.writer, self.hold = _begin(found)
-        self._done: dict[int, Receipt] = {}
-        self._slices: Sequence[Slice] = ()  # of the source, by `start`
 
     @property
     def root(self) -> str:
@@ -169,21 +182,9 @@ class Build:
         num_bytes = self.found.plan.source.num_bytes
         self.meter = BuildMeter(self.progress, self._slices, self._done.values(), self.found.job, num_bytes)
 
-    @property
-    def is_complete(self) -> bool:
-        """Returns whether every slice is made."""
-        return len(self._done) == len(self._slices)
-
-    def add(self, receipt: Receipt) -> None:
-        """Take a slice that was made, maybe once more.
-
-        Raises:
-            QuarantineExceeded: the first rows are nearly all quarantined.
-        """
-        if receipt.slice_index not in self._done:
-            self._done[receipt.slice_index] = receipt
-            with errors_of(self.name):
-                self.meter.add(receipt)
+    def _count(self, receipt: Receipt) -> None:
+        with errors_of(self.name):
+            self.meter.add(receipt)
 
     def finish(self) -> Entry:
         """Write the manifest, and open the finished entry.

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
-from raysvc.cache.key import ADDED, cache_key, canonical_json
-from raysvc.cache.local.sealed import seal_of
+from raysvc.cache.key import ADDED, cache_key
+from raysvc.cache.local.sealed import SEAL, seal_of, sealed
 from raysvc.cache.part_info import PartInfo, count, damaged, part_info
 from raysvc.cache.part_table import PartTable, TableInfo, write_table
 from raysvc.cache.store.store import Store
@@ -74,7 +74,7 @@ class Receipt:
 
     def to_json(self) -> bytes:
         """Bytes of the receipt's file."""
-        return canonical_json(_sealed(asdict(self)))
+        return sealed(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Receipt:
@@ -175,7 +175,7 @@ class Manifest:
         else:
             fields["parts"], number = [asdict(part) for part in self.parts], 2 if self.base else 1
         version = {"format": number, "readable_since": READABLE_SINCE}
-        data = canonical_json(_sealed(version | counts | fields))
+        data = sealed(version | counts | fields)
         if len(data) > MAX_BYTES:
             what = f"a manifest of {len(self.parts)} parts would have {len(data)} bytes, and at most {MAX_BYTES} are read"
             raise EntryError(self.key, what, "give the source fewer files, or split it into several entries")
@@ -224,16 +224,12 @@ class Manifest:
         return manifest
 
 
-def _sealed(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {"sha256": seal_of(fields)}
-
-
 def _opened(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise damaged(where, f"{len(data)} bytes are more than any manifest has")
     try:
         raw = json.loads(data, object_pairs_hook=_shared_names)
-        seal = raw.pop("sha256", None)
+        seal = raw.pop(SEAL, None)
         refused = _newer(raw, where)
         intact = refused or seal == seal_of(raw)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:

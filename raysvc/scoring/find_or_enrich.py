@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.builds.build import held_generation
+from raysvc.builds.build import Resumable, held_generation
 from raysvc.builds.build_progress import source_tag
 from raysvc.builds.find_or_build import run
 from raysvc.cache.find import find_entry, open_entry
@@ -95,8 +95,8 @@ def planned(job: JobConfig, base: Entry, wanted: WantedColumns, progress: Progre
     return plan_columns(job, wanted, base.recipe, vocab_size_of(base), base.store)
 
 
-class EnrichBuild:
-    """One process's share of the work: from what is finished to the manifest; see `raysvc.builds.build.Resumable`.
+class EnrichBuild(Resumable):
+    """One process's share of the work: from what is finished to the manifest.
 
     Args:
         base: the rows, finished or to come.
@@ -104,15 +104,13 @@ class EnrichBuild:
     """
 
     name = ""
-    left: Sequence[RowSlice] = ()
 
     def __init__(
         self, job: JobConfig, base: Entry, plan: EnrichPlan, writer: EntryWriter, progress: Progress = silent
     ) -> None:
+        super().__init__()
         self.job, self.base, self.plan, self.writer, self.progress = job, base, plan, writer, progress
-        self._slices: Sequence[RowSlice] = ()  # by `start`
         self._of_rows: Mapping[int, Mapping[str, Any]] | None = None  # they are those of the rows
-        self._done: dict[int, Receipt] = {}
         self._compute: ColumnComputer | None = None  # of this process
         self._begin = time.perf_counter()
 
@@ -143,16 +141,8 @@ class EnrichBuild:
         counts = np.diff(self.base.slice_starts).tolist()
         return [RowSlice(index, 0, rows) for index, rows in enumerate(counts)]
 
-    @property
-    def is_complete(self) -> bool:
-        """Returns whether every slice is computed."""
-        return len(self._done) == len(self._slices)
-
-    def add(self, receipt: Receipt) -> None:
-        """Take a slice that was computed, maybe once more."""
-        if receipt.slice_index not in self._done:
-            self._done[receipt.slice_index] = receipt
-            self._meter.add(receipt)
+    def _count(self, receipt: Receipt) -> None:
+        self._meter.add(receipt)
 
     def finish(self) -> Entry:
         """Write the manifest, and open the finished entry.

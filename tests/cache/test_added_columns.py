@@ -17,8 +17,9 @@ from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.export.parquet_export import export_parquet
 from raysvc.cache.find import collect_garbage, find_entry, list_entries
-from raysvc.cache.key import ADDED, cache_key, canonical_json
-from raysvc.cache.manifest import Manifest, _sealed
+from raysvc.cache.key import ADDED, cache_key
+from raysvc.cache.local.sealed import sealed
+from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, share
@@ -269,14 +270,14 @@ class TestDamage:
         raw = json.loads(add(base).manifest.to_json())
         del raw["sha256"]
         with pytest.raises(EntryError):
-            Manifest.from_json(canonical_json(_sealed(raw | {"base": base_name})), "x")
+            Manifest.from_json(sealed(raw | {"base": base_name}), "x")
 
     def test_an_entry_cannot_be_its_own_base(self, base: Entry) -> None:
         entry = add(base)
         raw = json.loads(entry.manifest.to_json())
         del raw["sha256"]
         with pytest.raises(EntryError, match="not the entry that its recipe names"):
-            Manifest.from_json(canonical_json(_sealed(raw | {"base": entry.folder})), "x")
+            Manifest.from_json(sealed(raw | {"base": entry.folder}), "x")
 
 
 def test_an_entry_without_a_base_is_written_as_before(base: Entry) -> None:

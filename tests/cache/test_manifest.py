@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.cache import names
-from raysvc.cache.key import canonical_json
-from raysvc.cache.manifest import Manifest, Receipt, _sealed
+from raysvc.cache.local.sealed import sealed
+from raysvc.cache.manifest import Manifest, Receipt
 from raysvc.cache.names import folder_of, new_part
 from raysvc.cache.part_info import PartInfo
 from raysvc.errors import EntryError, EntryTooNew
@@ -34,7 +34,7 @@ def resealed(manifest: Manifest, **changes: object) -> bytes:
     """A manifest whose checksum is right although a field was changed: what an adversary would write."""
     raw = json.loads(manifest.to_json())
     del raw["sha256"]
-    return canonical_json(_sealed(raw | changes))
+    return sealed(raw | changes)
 
 
 def test_what_was_written_is_read():

@@ -120,10 +120,10 @@ def _flipped(record: dict[str, Any]) -> str:
 
 
 def _resealed(record: dict[str, Any], **value: Any) -> str:
-    from raysvc.pipelines.sources.scan_memo import _seal
+    from raysvc.cache.local.sealed import sealed
 
     fields = {"about": record["about"], "value": {**record["value"], **value}}
-    return json.dumps({**fields, "sha256": _seal(fields)})
+    return sealed(fields).decode()
 
 
 @pytest.mark.parametrize(

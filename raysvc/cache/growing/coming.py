@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -11,6 +11,7 @@ class GrowingSpec(BaseModel):
     """Holds what is known of an entry before it is built.
 
     Attributes:
+        has_end: of every kind, whether its source ends.
         key: of the recipe.
         recipe: without the files of the source.
         report: as far as the builder knows it before it begins, `source_rows` with it.
@@ -18,15 +19,11 @@ class GrowingSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
+    has_end: ClassVar[bool] = True
     key: str
     recipe: dict[str, Any]
     report: dict[str, Any]
     contents: tuple[str, ...]
-
-    @property
-    def has_end(self) -> bool:
-        """Always."""
-        return True
 
 
 class FollowedSpec(BaseModel):
@@ -41,16 +38,12 @@ class FollowedSpec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
+    has_end: ClassVar[bool] = False
     key: str
     recipe: dict[str, Any]
     report: dict[str, Any]
     listings: str
     uid: str
-
-    @property
-    def has_end(self) -> bool:
-        """Never."""
-        return False
 
 
 class AddedSpec(BaseModel):
