@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -100,27 +101,29 @@ def test_rollouts_with_large_columns_come_to_all_peers_as_they_were_put(
         clients = attach_mesh("rl-peers", raysvc.Mesh(dp=2, tp=2))
         streams_of = [client.steps(stop=3) for client in clients]
         for index in range(3):
+            put.clear()
             for number in range(4):
                 rng = np.random.default_rng(10 * index + number)
                 ids = [rng.integers(3, 60, 200) for _ in range(2)]
-                experts = [rng.integers(0, 200, (200, 16, 8)).astype(np.uint8) for _ in range(2)]
+                experts = [rng.integers(0, 200, (200, 32, 16)).astype(np.uint8) for _ in range(2)]
                 put |= {row.tobytes(): values for row, values in zip(ids, experts, strict=True)}
                 ones = [np.ones(200, np.uint8)] * 2
                 producer.put_groups(Group(f"{index}-{number}", ids, ones, {"experts": experts}))
             got: dict[int, list[str]] = {}
-            seen = 0
+            seen = Counter[bytes]()
             for client, steps in zip(clients, streams_of, strict=True):
                 step = next(steps)
+                assert step.nbytes > 100 << 10
                 got.setdefault(client.rank, []).append(str([streams.digest(shard) for shard in step.shards]))
                 for micro in micros_of([step], "cpu"):
                     for row, values in zip(micro.tensors["input_ids"], micro.tensors["experts"], strict=True):
                         key = row.numpy().astype(np.int64).tobytes()
                         if key in put:
-                            seen += 1
+                            seen[key] += 1
                             assert np.array_equal(values.numpy(), put[key])
                 client.commit(index)
             assert all(one == other for one, other in got.values())
-            assert seen == 2 * 8, "each row once for each of two peers"
+            assert seen == dict.fromkeys(put, 2), "each row of the step once for each of two peers"
         for client in clients:
             client.detach()
     finally:
