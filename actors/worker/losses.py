@@ -158,7 +158,7 @@ class PolicyLoss:
         ratio = log_ratio.exp()
         policy, moved = self._policy(ratio, advantages, targets.logprobs)
         metrics = {
-            "clip_share": (moved.to(weights.dtype) * weights).sum(),
+            "clip_ratio/region_mean": (moved.to(weights.dtype) * weights).sum(),
             "old_kl": ((ratio - log_ratio - 1) * weights).sum(),
             "ratio_max": torch.where(weights > 0, ratio, 0.0).amax() if len(ratio) else weights.sum(),
         }

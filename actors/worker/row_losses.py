@@ -268,7 +268,7 @@ class SequencePolicyLoss:
         total = (losses * weights).sum()
         moved = (clipped * advantages < ratio * advantages).to(weights.dtype)
         metrics = {
-            "clip_share": (moved * weights).sum(),
+            "clip_ratio/region_mean": (moved * weights).sum(),
             "policy_loss": total.detach(),
             "ratio_max": torch.where(weights > 0, ratio, 0.0).amax().detach()
             if len(ratio)

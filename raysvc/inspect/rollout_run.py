@@ -89,7 +89,10 @@ class RolloutStep:
         if not parts:
             return None
         columns = {name: np.concatenate([each.columns[name] for each in parts]) for name in parts[0].columns}
-        return RolloutFacts(columns, np.concatenate([each.is_last for each in parts]))
+        is_last = np.concatenate([each.is_last for each in parts])
+        return RolloutFacts(
+            columns, is_last, np.repeat(np.arange(len(parts)), [len(each.is_last) for each in parts])
+        )
 
     @property
     def turns(self) -> dict[str, int]:

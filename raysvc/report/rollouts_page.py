@@ -75,6 +75,11 @@ def _charts(steps: list[int], lines: list[dict[str, float]]) -> Iterable[Chart]:
             which: [line.get(f"{column}_{which}") for line in lines] for which in ("mean", "min", "max")
         }
         yield Chart(column, "step", steps, series)
+    if any("reward_std" in line for line in lines):
+        spread = ("reward_std", "frac_reward_zero_std")
+        yield Chart(
+            "Rewards within a group", "step", steps, {n: [line.get(n) for line in lines] for n in spread}
+        )
     yield Chart(
         "Turns", "step", steps, {n: [line[n] for line in lines] for n in ("merged", "apart", "broken")}
     )

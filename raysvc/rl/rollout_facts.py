@@ -32,10 +32,12 @@ class RolloutFacts:
             sampled the row and those that train it), `length`, `trained_tokens`; `withheld`, 1 for a row that was too old
             (`on_stale="withhold"`).
         is_last: bool [N], whether the row is the last one of its trajectory.
+        group: int [N], the number of the row's group.
     """
 
     columns: Mapping[str, Array]
     is_last: npt.NDArray[np.bool_]
+    group: Array
 
     @property
     def by_version(self) -> dict[int, dict[str, float]]:
@@ -50,8 +52,26 @@ class RolloutFacts:
         }
 
     def metrics(self) -> dict[str, float]:
-        """`reward_mean`, `reward_min` and `reward_max`, and the same of each column of one number a row."""
-        return self._summary(np.ones(len(self.is_last), np.bool_))
+        """`reward_mean`, `reward_min` and `reward_max`, and the same of each column of one number a row; `reward`, `reward_std` (within
+        a group, without bias), `frac_reward_zero_std` (groups that teach nothing) and `completions/mean_length` as TRL's `GRPOTrainer` logs them.
+        """
+        whole = self._summary(np.ones(len(self.is_last), np.bool_))
+        return whole | self._as_trl() if len(self.is_last) else whole
+
+    def _as_trl(self) -> dict[str, float]:
+        lengths, reward = self.columns["trained_tokens"], self.columns.get("reward")
+        out = {
+            f"completions/{which}_length": float(getattr(lengths, which)())
+            for which in ("mean", "min", "max")
+        }
+        if reward is None or reward.ndim != 1:
+            return out
+        place = np.unique(self.group[self.is_last], return_inverse=True)[1]
+        values, rows = reward[self.is_last].astype(np.float64), np.bincount(place)
+        apart = values - (np.bincount(place, values) / rows)[place]
+        spread = np.sqrt(np.bincount(place, apart**2) / np.maximum(rows - 1, 1))
+        zero = np.isclose(spread, 0.0).mean()
+        return out | {"reward": values.mean(), "reward_std": spread.mean(), "frac_reward_zero_std": zero}
 
     def _summary(self, mine: npt.NDArray[np.bool_]) -> dict[str, float]:
         out: dict[str, float] = {}
@@ -84,7 +104,7 @@ def facts_of(
     if withheld_N is not None:
         columns["withheld"] = withheld_N.astype(np.int64)
     columns["trained_tokens"] = np.add.reduceat(is_target.astype(np.int64), batch.offsets[:-1])
-    return RolloutFacts(columns, _is_last(group_of_N, batch.rows.get("trajectory")))
+    return RolloutFacts(columns, _is_last(group_of_N, batch.rows.get("trajectory")), np.asarray(group_of_N))
 
 
 def _is_last(group_of_N: Array, trajectory_of_N: Array | None) -> npt.NDArray[np.bool_]:

@@ -126,7 +126,7 @@ def test_one_ratio_a_row_is_that_of_trl() -> None:
         expected, wanted = of_trl("grpo", given, 0.1, 0.15, None, "sequence")
         assert total.detach() == pytest.approx(float(expected), abs=1e-12)
         assert torch.allclose(now.grad, wanted, atol=1e-12)
-        shares.append(float(metrics["clip_share"]))
+        shares.append(float(metrics["clip_ratio/region_mean"]))
     assert 0 < sum(shares) < len(shares)
 
 
@@ -147,13 +147,13 @@ def test_a_bounded_token_learns_by_cispo_only_and_the_shares_count_what_was_boun
     mask = given["mask"].bool()
     _, clipped, metrics = ours(PolicyLoss(clip_high=0.3), given)
     assert not clipped.any()
-    assert metrics["clip_share"] == pytest.approx(1.0)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(1.0)
     total, gradient, metrics = ours(PolicyLoss(clip_high=0.3, how="cispo", tis_cap=2.0), given)
     weight = torch.where(torch.arange(LENGTH) < 3, 2.0, 0.1).double()
     weight[3:] = weight[3:].exp()
     by_hand = torch.where(mask, -1.3 * weight / mask.sum(), 0.0)
     assert torch.allclose(gradient, by_hand, atol=1e-8)
-    assert metrics["clip_share"] == pytest.approx(1.0)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(1.0)
     assert metrics["tis_capped_share"] == pytest.approx(float(mask[:, :3].sum() / mask.sum()))
     assert metrics["policy_loss"] == pytest.approx(float(total))
 

@@ -121,7 +121,14 @@ def test_the_report_is_one_page_with_the_curves_of_the_run_and_what_was_lost(
     found = re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     charts = {chart["title"]: chart for chart in json.loads(found[1])}
-    assert list(charts) == ["reward", "length", "trained_tokens", "staleness", "Turns"]
+    assert list(charts) == [
+        "reward",
+        "length",
+        "trained_tokens",
+        "staleness",
+        "Rewards within a group",
+        "Turns",
+    ]
     of = lambda title: {each["name"]: each["values"] for each in charts[title]["series"]}  # noqa: E731
     assert charts["reward"]["x"] == [0, 1]
     assert of("reward") == {"mean": [1.5, 1.5], "min": [1, -1], "max": [2, 4]}

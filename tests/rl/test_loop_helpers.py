@@ -106,7 +106,7 @@ def test_losses_of_micro_batches_have_the_gradient_of_the_formula(
     want = gradient(model)
     assert max(counts) > 1
     assert float((got - want).norm() / want.norm()) < 1e-5
-    assert "clip_share" in found[0].metrics
+    assert "clip_ratio/region_mean" in found[0].metrics
 
 
 def test_a_loss_of_rows_is_refused(model: Any) -> None:

@@ -36,6 +36,9 @@ def test_numbers_of_rows_and_of_trajectories_are_those_of_a_hand() -> None:
         "staleness_mean": 1.0, "staleness_min": 0.0, "staleness_max": 2.0,
         "length_mean": 3.5, "length_min": 2.0, "length_max": 5.0,
         "trained_tokens_mean": 1.75, "trained_tokens_min": 0.0, "trained_tokens_max": 4.0,
+        "completions/mean_length": 1.75, "completions/min_length": 0.0, "completions/max_length": 4.0,
+        # 1, 2 and 4 lie 7/3 from each other as torch.var counts, the only row of the other group not at all
+        "reward": 4.0, "reward_std": pytest.approx((7 / 3) ** 0.5 / 2), "frac_reward_zero_std": 0.5,
     }  # fmt: skip
     by_version = facts.by_version
     assert {version: its["rows"] for version, its in by_version.items()} == {3: 1.0, 4: 2.0, 5: 1.0}
@@ -46,6 +49,7 @@ def test_numbers_of_rows_and_of_trajectories_are_those_of_a_hand() -> None:
     assert turns.is_last.tolist() == [False, True, True, True]
     assert turns.metrics()["reward_mean"] == 5.0
     assert turns.metrics()["length_mean"] == 3.5
+    assert turns.metrics()["reward_std"] == pytest.approx(float(torch.tensor([2.0, 4.0]).std()) / 2)
     assert "reward_mean" not in turns.by_version[3], "its only row is not the last one of its trajectory"
 
 
