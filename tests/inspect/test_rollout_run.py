@@ -134,6 +134,8 @@ def test_the_report_is_one_page_with_the_curves_of_the_run_and_what_was_lost(
     assert of("reward") == {"mean": [1.5, 1.5], "min": [1, -1], "max": [2, 4]}
     assert of("length") == {"mean": [4.4, 3], "min": [3, 2], "max": [6, 4]}
     assert of("staleness") == {"mean": [0, 0.5], "min": [0, 0], "max": [0, 1]}
+    # a group has one trajectory, and one reward
+    assert of("Rewards within a group") == {"reward_std": [0, 0], "frac_reward_zero_std": [1, 1]}
     assert of("Turns") == {"merged": [1, 0], "apart": [1, 0], "broken": [1, 0]}
     assert "<td>bad#0</td><td>ValueError: &lt;no room&gt;</td>" in text
     assert "<td>quarantined</td><td class='n'>1</td>" in text
