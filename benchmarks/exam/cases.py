@@ -83,6 +83,7 @@ class Score:
     lost: int = 0
     moved: int = 0
     said: str = ""
+    detail: str = ""
     right: bool | None = None
     seconds: float | None = None
     peak_mb: int | None = None
@@ -231,7 +232,7 @@ def noticed(lives: Lives) -> Score:
     error = next((each.error for each in lives.last if each.error), None)
     if error is not None:
         known = any(name in error.lower() for name in NAMED)
-        return Score(said="noticed" if known else error, right=known)
+        return Score(said="noticed", detail=error, right=True) if known else Score(said=error, right=False)
     score = count(lives.undisturbed[0].rows, [row % CHANGED for row in lives.rows if row != ROWS])
     score.said, score.right = "silent", False
     return score

@@ -13,6 +13,7 @@ is one batch, on disk before the next one is asked for.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import json
 import os
@@ -20,7 +21,9 @@ import pickle
 import select
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,14 +72,38 @@ def _child(module: Any, spec_path: str) -> None:
     os._exit(0)  # threads and children of a contestant keep nobody
 
 
+class Imports:
+    """Counts the seconds of imports, which each contestant does at another time; they are told apart from its own."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+        builtins.__import__ = self._timed(builtins.__import__)
+        importlib.import_module = self._timed(importlib.import_module)
+
+    def _timed(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **more: Any) -> Any:
+            if self._depth or threading.current_thread() is not threading.main_thread():
+                return load(*args, **more)
+            self._depth, begin = 1, time.monotonic()
+            try:
+                return load(*args, **more)
+            finally:
+                self._depth = 0
+                self.seconds += time.monotonic() - begin
+
+        return timed
+
+
 def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
+    imports = Imports()
     loader = module.open_loader(Path(spec["rows"]), **spec["options"])
     loader.save_at = spec.get("save_after")  # for those that save by themselves
     if spec.get("load"):
         # written by the same contestant a moment ago, in a folder of this run
         loader.load(pickle.loads(Path(spec["load"]).read_bytes()))
     for count, batch in enumerate(loader.batches(), 1):
-        first_s = {"first_s": round(time.monotonic() - begin, 2)} if count == 1 else {}
+        own_s = time.monotonic() - begin - imports.seconds
+        first_s = {"first_s": round(own_s, 2), "import_s": round(imports.seconds, 2)} if count == 1 else {}
         print(json.dumps({"rows": [int(row) for row in batch], **first_s}), file=log)
         if count == spec.get("save_after"):
             state = pickle.dumps(loader.save())

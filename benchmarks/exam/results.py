@@ -82,7 +82,7 @@ def readme_lines(told: Mapping[str, Any]) -> list[str]:
     return [
         f"- Right in cases that it offers: {', '.join(right[:6])}, down to {right[-1]}.",
         f"- A changed source is noticed by {' and '.join(noticed)}, of {asked}.",
-        f"- First batch after a kill, on a busy machine: {soonest}.",
+        f"- First batch after a kill, without imports, on a busy machine: {soonest}.",
     ]
 
 
