@@ -68,6 +68,8 @@ class LeaseClient(ABC, Generic[F, S]):
         self._decided = list(self.lease.decided)
         self._feedback = DriverFeedback(connection, self._frontier, self._decided)
         self._taken = self._frontier  # steps below were handed out, or are committed
+        # from steps of an earlier loop, until this one says where it begins; one rank speaks for all
+        self._goes_on = self._frontier > 0 and not connection.rank
         self._window: LookAhead[F] | ReadAhead[Any] | None = (
             None  # of the newest iteration; an older one is refused
         )
@@ -271,6 +273,13 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _iterate(self, ask: Callable[[int], F], stop: int) -> Iterator[S]:
         end = min(stop, self.schedule.num_steps)
+        if self._goes_on:
+            self._goes_on = False
+            log.warning(
+                "goes on name=%s at_step=%d: an earlier loop committed what is before; load its checkpoint with load_state_dict, "
+                "or call rewind(0) to begin again",
+                self.lease.name, self._frontier,
+            )  # fmt: skip
         self._end_iteration()
         window = self._window = LookAhead(ask, self._sizes(end), self._limit)
         with closing(window.run(self.frontier, end)) as fetches:
@@ -401,6 +410,7 @@ class LeaseClient(ABC, Generic[F, S]):
             raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
+        self._goes_on = False
         moved = self._connection.move(frontier, plan_state)
         with self._counting:
             self._settle()

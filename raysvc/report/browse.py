@@ -28,6 +28,7 @@ STYLE = """
 .browse input,.browse select,#more{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:4px 8px;max-width:100%}
 #rows>details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
 #rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}
+@media(max-width:640px){#rows summary q{display:block;overflow:hidden;text-overflow:ellipsis}}
 #rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}#rows p{margin:0 0 4px;overflow-wrap:anywhere}
 .ids{display:flex;flex-wrap:wrap;gap:4px;font-size:11px;max-height:40vh;overflow:auto;margin-bottom:12px}
 .ids>*{border:1px solid var(--line);border-radius:3px;padding:0 3px;font-weight:400}.ids>b{color:var(--on);background:var(--onb)}.ids code{white-space:pre-wrap;display:block}

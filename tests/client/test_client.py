@@ -95,6 +95,28 @@ def test_an_eval_gives_every_row_once_padded_to_the_ranks(server: str) -> None:
             client.eval("test")
 
 
+def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_it_begins(
+    plain: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import raysvc
+
+    def told(begin: Callable[[Any], object]) -> list[str]:
+        caplog.clear()
+        with raysvc.attach("plain") as client:
+            begin(client)
+            for stop in (client.frontier + 1, client.frontier + 2):  # it is said once
+                for step in client.steps(stop=stop):
+                    client.commit(step.index)
+            state.update(client.state_dict())
+        return [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+
+    state: dict[str, Any] = {}
+    assert told(lambda client: client.rewind(0)) == []
+    (said,) = told(lambda client: None)
+    assert said.startswith("goes on name=plain at_step=2: an earlier loop committed what is before")
+    assert told(lambda client: client.load_state_dict(dict(state))) == []
+
+
 def test_a_wrong_step_number_is_a_typed_error(plain: Any) -> None:
     import raysvc
     from raysvc.errors import StepOutOfOrder
