@@ -19,12 +19,18 @@ CAUSES = {
     "copy": "copy to the worker",
     "other": "queue or network",
 }
+OF_PAIRS = {
+    "Share of pairs whose chosen reward is higher": ("rewards/accuracies",),
+    "Rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
+    "Log-probabilities": ("logps/chosen", "logps/rejected"),
+}
 
 
 def run_charts(steps: Sequence[Line], evals: Sequence[Line]) -> list[Chart]:
     """All charts of a run."""
     charts = [
         with_dots(_chart("Loss", steps, {"train": lambda line: line["loss"]}), eval_points(evals)),
+        *(_named(title, steps, names) for title, names in OF_PAIRS.items()),
         _chart("Learning rate", steps, {"learning rate": lambda line: line.get("lr")}),
         _chart("Gradient norm", steps, {"before clipping": lambda line: line["grad_norm"]}),
         _chart("Trained tokens per second", steps, {"tokens/s": _rate}),
@@ -47,6 +53,13 @@ def eval_points(evals: Sequence[Line]) -> dict[str, dict[float, float]]:
 
 def _chart(title: str, steps: Sequence[Line], series: Mapping[str, Callable[[Line], float | None]]) -> Chart:
     values = {name: [of(line) for line in steps] for name, of in series.items()}
+    return Chart(title, "step", [line["step"] for line in steps], values)
+
+
+def _named(title: str, steps: Sequence[Line], names: Sequence[str]) -> Chart:
+    """Metrics of an objective; names that no step has are left out."""
+    there = [name for name in names if any(name in line for line in steps)]
+    values = {name.partition("/")[2]: [line.get(name) for line in steps] for name in there}
     return Chart(title, "step", [line["step"] for line in steps], values)
 
 

@@ -405,6 +405,21 @@ def test_a_run_of_an_older_version_has_the_charts_that_its_lines_say() -> None:
     assert not {"Learning rate", "Loss by source"} & set(titles)
 
 
+def test_a_run_of_pairs_has_charts_of_accuracies_rewards_and_log_probabilities() -> None:
+    told = {
+        "rewards/accuracies": 0.5,
+        "rewards/chosen": 1.0,
+        "rewards/rejected": -1.0,
+        "rewards/margins": 2.0,
+        "logps/chosen": -7.0,
+    }
+    charts = {chart.title: chart.series for chart in run_charts([{**STEPS[0], **told}, STEPS[1]], [])}
+    assert charts["Share of pairs whose chosen reward is higher"] == {"accuracies": [0.5, None]}
+    assert charts["Rewards"] == {"chosen": [1.0, None], "rejected": [-1.0, None], "margins": [2.0, None]}
+    assert charts["Log-probabilities"] == {"chosen": [-7.0, None]}
+    assert "Rewards" not in {chart.title for chart in run_charts(STEPS, [])}
+
+
 HOVER = """<script>addEventListener("load", () => {
   const say = (name, text) => { const p = document.createElement("p"); p.id = name; p.textContent = text; document.body.append(p); };
   const chart = window.charts.find((each) => each.series[1].label === "train");
