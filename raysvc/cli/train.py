@@ -103,10 +103,11 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
 def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps, begin = summary["steps"], summary["resumed_from"]
     goes_on = f", of which {steps - begin:,} now: resumed from the checkpoint of {begin:,}" if begin else ""
+    units = "".join(f" ({summary[unit]:,} {unit})" for unit in ("pairs", "examples") if unit in summary)
     yield (
         "trained",
         (
-            f"{summary['rows']:,} rows with {summary['tokens_trained']:,} trained tokens in {steps:,} steps{goes_on}"
+            f"{summary['rows']:,} rows{units} with {summary['tokens_trained']:,} trained tokens in {steps:,} steps{goes_on}"
         ),
     )
     yield "left out", _left_out(summary["left_out"])

@@ -22,6 +22,7 @@ from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
 from raysvc.trackers.stalls import StallBook, StepTimes
 from raysvc.training.loss_shares import LossShares, Shares
+from raysvc.training.objective import UNITS
 from raysvc.training.run_folder import LOGS, Checkpoint, RunFolder
 from raysvc.training.step_log import NOTHING, StepLog
 
@@ -256,6 +257,7 @@ def write_summary(
         "steps": steps,
         "optimizer_steps": sum(line["minis"] for line in lines),
         "rows": sum(line["rows"] for line in lines),
+        **{unit: sum(line[unit] for line in lines) for unit in UNITS.values() if unit in lines[0]},
         "tokens_trained": sum(line["tokens"] for line in lines),
         "loss_first": lines[0]["loss"],
         "loss_last": lines[-1]["loss"],

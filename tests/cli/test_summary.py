@@ -55,6 +55,12 @@ def test_the_end_of_a_run_says_what_was_trained_what_was_not_and_what_comes_next
     }
 
 
+def test_the_end_of_a_run_of_pairs_says_how_many_pairs_its_rows_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lines(capsys, pairs=700)["trained"].startswith("1,400 rows (700 pairs) with 10,367 trained tokens")
+
+
 def test_a_run_whose_evals_decided_says_what_and_since_when(capsys: pytest.CaptureFixture[str]) -> None:
     best = {"eval": "held", "metric": "loss", "value": 4.9, "steps": 20}
     told = lines(capsys, best=best, stopped_early={**best, "without": 2, "patience": 2})
