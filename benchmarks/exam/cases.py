@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from table import BATCH, ROWS, SECOND, Played
+from table import BATCH, REJECTED, ROWS, SECOND, Played
 
 ALL = tuple(range(ROWS))
 EPOCH = -(-ROWS // BATCH)  # batches
@@ -65,6 +65,7 @@ class Case:
         says: what happens, in a sentence.
         runs: see the module.
         judge: counts.
+        unless: why a contestant does not offer it that does not name it in `OFFERS`.
         alone: options of the undisturbed run; None: those of the first run.
     """
 
@@ -73,6 +74,7 @@ class Case:
     runs: tuple[Run, ...]
     judge: Callable[[Lives], Score]
     alone: Mapping[str, Any] | None = None
+    unless: str = ""
 
 
 @dataclass
@@ -224,6 +226,16 @@ def mixed(lives: Lives) -> Score:
     return score
 
 
+def paired(lives: Lives) -> Score:
+    """As undisturbed, and each batch has both answers of each of its rows."""
+    score = same(lives)
+    batches = [Counter(row % REJECTED for row in batch) for rank in lives.trained for batch in rank]
+    torn = sum(times != 2 for batch in batches for times in batch.values())
+    if not score.said and torn:
+        score.said = f"{torn} pairs are torn"
+    return score
+
+
 NAMED = ("row", "source", "data", "match", "differ", "changed", "size", "length", "num_samples")
 
 
@@ -257,6 +269,7 @@ CHANGED = 1000  # is added to the number of a row whose text is another one
 ADDED = (*ALL, ROWS)
 REPLACED = tuple(row + CHANGED * (row == 101) for row in ALL)
 EVEN = tuple(range(204))  # 24 do not divide it, two and three do: nobody has to pad
+PAIRS = {"pairs": True}
 PACKED, MIXED = {"packed": True}, {"mixture": True, "limit": 40}
 WORKERS, ONE_EPOCH = {"workers": 2}, {"epochs": 1}
 TWO, THREE = ({"batch_size": size, "epochs": 1} for size in (12, 8))
@@ -276,4 +289,6 @@ CASES = (
     Case("packed", "rows are packed into sequences; dies, goes on", (Run(9, options=PACKED), Run(options=PACKED)), same),
     Case("mixture", "rows from 150 on are a source of half the weight; dies, goes on", (Run(9, options=MIXED), Run(options=MIXED)),
          mixed),
+    Case("pairs", "two answers of each row; a batch has both; dies, goes on", (Run(9, options=PAIRS), Run(options=PAIRS)), paired,
+         unless="a row is one example"),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from table import SECOND
+from table import REJECTED, SECOND
 
 
 class Epochs:
@@ -69,6 +69,17 @@ def sources(rows: Path, o: dict[str, Any]) -> list[Path]:
         if not path.exists():
             path.write_text("".join(some))
     return paths
+
+
+def pairs(rows: Path) -> Path:
+    """Rows of a chosen and a rejected answer, whose number is that of the row and `REJECTED` more."""
+    path = rows.with_name("pairs.jsonl")
+    if not path.exists():
+        made = [
+            {"prompt": "row", "chosen": f" {row}", "rejected": f" {row + REJECTED}"} for row in numbers(rows)
+        ]
+        path.write_text("".join(json.dumps(one) + "\n" for one in made))
+    return path
 
 
 def numbers(rows: Path) -> list[int]:

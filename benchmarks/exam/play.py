@@ -3,6 +3,7 @@
 An adapter is a module beside this one with
 - `VERSION`, `PROMISE` (what its documentation says of resuming) and `SETTINGS` (how it is used here);
 - `NOT_OFFERED`, where it has one: name of a case -> what its documentation says instead;
+- `OFFERS`, where it has one: names of cases that few loaders offer, see `Case.unless`;
 - `IMPORTS`, where it has one: what the parent imports once, so that a process begins in milliseconds;
 - `prepare()`, where it has one: what lives as long as the parent;
 - `open_loader(rows, run=, rank=, world_size=, batch_size=, epochs=, seed=, workers=, shuffle=)`, which returns an object with

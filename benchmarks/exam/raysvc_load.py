@@ -13,6 +13,7 @@ import raysvc
 VERSION = f"raysvc {raysvc.__version__}"
 PROMISE = "rows are trained once each, in one order, whatever is killed and on however many ranks it goes on"
 SETTINGS = "plan.shuffle: full, steps(), commit() after each"
+OFFERS = ("pairs",)
 NOT_OFFERED = {
     "workers": "DataLoader(num_workers=) above 0 is refused by name: rows are read ahead by a thread, or by a server"
 }
@@ -22,7 +23,7 @@ IMPORTS = ("torch", "transformers", "raysvc.loader")
 
 def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
     """The job: row numbers are words of a tokenizer of their own."""
-    from epochs import converted, sources
+    from epochs import converted, pairs, sources
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -42,6 +43,14 @@ def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
     if o.get("packed"):
         del plan["micro_batch_size"]
         plan.update(layout="packed", micro_batch_tokens=12)
+    if o.get("pairs"):
+        source = {"path": str(pairs(rows)), "format": "preference"}
+        return {
+            "source": source,
+            "tokenizer": {"name": str(folder)},
+            "cache": {"root": str(rows.parent / "cache")},
+            "plan": plan,
+        }
     paths = {path.stem: {"path": str(path), "format": "text"} for path in sources(rows, o)}
     mixture = {"sources": {name: {"source": one, "weight": 0.5} for name, one in paths.items()}}
     return {**({"source": paths["rows"]} if len(paths) == 1 else {"mixture": mixture}), "tokenizer": {"name": str(folder)},

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray_alone import prepare as prepare
 from raysvc_load import NOT_OFFERED as NOT_OFFERED
+from raysvc_load import OFFERS as OFFERS
 from raysvc_load import PROMISE as PROMISE
 from raysvc_load import VERSION as VERSION
 from raysvc_load import Loader

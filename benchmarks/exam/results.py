@@ -106,6 +106,7 @@ SHORT = {
     "silent": "silent",
     "steps": "steps",
     "alike": "alike",
+    "torn": "torn",
     "of the rows": "share",
 }
 

@@ -46,7 +46,7 @@ def facts_of(python: str, contestant: str) -> dict[str, Any]:
     """Version, promise, settings and what is not offered, as an adapter says them."""
     code = (
         f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import {contestant} as c\n"
-        "names = ('VERSION', 'PROMISE', 'SETTINGS', 'NOT_OFFERED')\n"
+        "names = ('VERSION', 'PROMISE', 'SETTINGS', 'NOT_OFFERED', 'OFFERS')\n"
         "print(json.dumps({name.lower(): getattr(c, name) for name in names if hasattr(c, name)}))"
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
@@ -62,6 +62,8 @@ def play(name: str, asked: list[Case], folder: Path) -> dict[str, Any]:
     table = Table(python, name, folder / name)
     try:
         for case in asked:
+            if case.unless and case.name not in facts.get("offers", ()):
+                facts.setdefault("not_offered", {}).setdefault(case.name, case.unless)
             if case.name in facts.get("not_offered", {}):
                 scores[case.name] = Score(said="not offered")
             else:
@@ -70,6 +72,7 @@ def play(name: str, asked: list[Case], folder: Path) -> dict[str, Any]:
     finally:
         table.close()
     told = {name: {**asdict(score), "right": score.is_right} for name, score in scores.items()}
+    told = json.loads(json.dumps(told).replace(str(folder), "…"))  # where it was played says nothing
     took = {"took_s": round(time.monotonic() - begin)} if len(asked) == len(CASES) else {}
     return {"contestant": name, **took, "about": facts, "cases": told}
 

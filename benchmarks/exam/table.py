@@ -21,6 +21,7 @@ from typing import Any
 
 ROWS, BATCH = 203, 4  # a prime number of batches more or less: the last batch is short
 SECOND = 150  # rows from here on are the second source of a mixture
+REJECTED = 1000  # is added to the number of a row for the rejected answer of a pair
 OPTIONS = {"batch_size": BATCH, "epochs": 2, "seed": 7, "workers": 0, "shuffle": True}
 
 

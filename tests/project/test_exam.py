@@ -35,7 +35,7 @@ class Model:
         self, run: str, numbers: tuple[int, ...], *, place: str = "rows", world: int = 1, loads: Any = (),
         save_after: int | None = None, die_after: int | None = None, options: Any = None,
     ) -> list[Any]:  # fmt: skip
-        from table import OPTIONS, SECOND, Played
+        from table import OPTIONS, REJECTED, SECOND, Played
 
         o = {**OPTIONS, **(options or {})}
         if loads and self.fault != "silent" and self.sources[loads[0]] != tuple(numbers):
@@ -81,6 +81,12 @@ class Model:
             batches = [step[rank::world] for _, step in given]
             if self.fault == "uneven" and rank == 1:
                 batches = [*batches[:-1], *([row] for row in batches[-1])]
+            if "pairs" in o:
+                torn = 101 if self.fault == "torn" else None
+                batches = [
+                    [row + mate for row in batch for mate in (0, REJECTED)[: 1 if row == torn else 2]]
+                    for batch in batches
+                ]
             ranks.append(Played(batches, ended=die_after is None, state=state))
         return ranks
 
@@ -115,6 +121,8 @@ def test_a_loader_without_faults_is_right_in_every_case() -> None:
         ("silent", "replaced", "silent"),
         ("skips a row", "mixture", "1 lost"),
         ("one source", "mixture", "% of the rows"),
+        ("torn", "pairs", "2 pairs are torn"),
+        ("skips a row", "pairs", "2 lost"),
         ("uneven", "uneven", "ranks have 17 and 20 steps"),
     ],
 )
