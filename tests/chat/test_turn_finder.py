@@ -65,7 +65,7 @@ def trained(text: str, messages: list[Any], place: int, stops: tuple[str, ...] =
         ("text of 11.", "no", 1, True),  # a short text may stand anywhere
         ("a text of 12", "You said: a text of 12", 1, True),
         ("a text of 12", "no", 7, False),
-        ("a text of 12", "no", 9, True),  # too far away to be looked for
+        ("a text of 12", "no", 8, True),  # too far away to be looked for
     ],
 )
 def test_a_turn_holds_no_long_text_of_a_near_message(
@@ -78,6 +78,17 @@ def test_a_turn_holds_no_long_text_of_a_near_message(
         return
     with pytest.raises(RowFault, match="holds text of another message"):
         trained(QUOTES, messages, len(messages) - 1)
+
+
+@pytest.mark.parametrize(("between", "fine"), [(7, False), (8, True)])
+def test_a_turn_holds_no_long_text_of_a_near_message_that_follows(between: int, fine: bool) -> None:
+    quotes_last = QUOTES.replace("messages[0]", "messages[-1]")
+    messages = [say(A, "no"), *(say(U, "so") for _ in range(between)), say(U, "a text of 12")]
+    if fine:
+        assert trained(quotes_last, messages, 0) == "no (a text of 12)<|im_end|>"
+        return
+    with pytest.raises(RowFault, match="holds text of another message"):
+        trained(quotes_last, messages, 0)
 
 
 @pytest.mark.parametrize("place", [1, 3])
