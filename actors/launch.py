@@ -11,6 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -36,9 +37,8 @@ LEASE_THREADS = 16
 # Ray's GCS keeps an event of each of the last 100,000 calls, 3 kB each; a run makes several calls a step
 QUIET = {"enable_task_events": False}
 PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
-_ending: dict[
-    tuple[str, str], weakref.ref[ActorHandle]
-] = {}  # servers that end with a handle of this process, by namespace and name
+# servers that end with a handle of this process, by namespace and name: that handle, and one that keeps nothing alive
+_ending: dict[tuple[str, str], tuple[weakref.ref[ActorHandle], ActorHandle]] = {}
 
 
 def start_server(
@@ -102,26 +102,38 @@ def start_server(
             ray.kill(handle, no_restart=True)
         raise
     if theirs == incarnation_id and not detached:
-        _ending[ray_namespace(), spec.name] = weakref.ref(handle)
+        _ending[ray_namespace(), spec.name] = weakref.ref(handle), _named(spec.name)
     return handle
 
 
 def _held_or_gone(name: str) -> ActorHandle | None:
     """Returns the handle with which a server of this process lives; waits for the end of one whose handle was let go of.
 
-    Ray ends such a server soon, and until then would give it to who asks by name.
+    Ray ends such a server soon. Until then, and until this process has heard so, it would give it to who asks by name.
     """
-    known = _ending.get((ray_namespace(), name))
-    if known is None:
-        return None
-    if (held := known()) is not None:
+    owned, named = _ending.get((ray_namespace(), name), (lambda: None, None))
+    if (held := owned()) is not None or named is None:
         return held
-    begin = time.monotonic()
-    while name in server_names() and time.monotonic() - begin < STOP_TIMEOUT_S:
-        time.sleep(0.05)
-    if time.monotonic() - begin >= STOP_TIMEOUT_S:
+    if not _is_gone(name, named):
         log.warning("still there name=%s: its handle is gone, and somebody else may hold it", name)
     _ending.pop((ray_namespace(), name), None)
+    return None
+
+
+def _is_gone(name: str, server: ActorHandle) -> bool:
+    """Waits until Ray does not give that server to who asks by name; returns whether it came to that in time."""
+    begin = time.monotonic()
+    while _named(name) == server:
+        if time.monotonic() - begin > STOP_TIMEOUT_S:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _named(name: str) -> ActorHandle | None:
+    """Returns a handle that keeps no server alive, as Ray gives by name; None: it knows none."""
+    with suppress(ValueError):
+        return ray.get_actor(name, namespace=ray_namespace())
     return None
 
 
@@ -190,15 +202,12 @@ def find_server(name: str) -> ActorHandle:
     Raises:
         ServerError: no such server on this cluster; the error lists the names that are there.
     """
-    try:
-        return ray.get_actor(name, namespace=ray_namespace())
-    except ValueError:
-        names = ", ".join(server_names()) or "none"
-        teams = [team for team, served in served_names() if served == name]
-        remedy = f"start it first, or set {TEAM}={teams[0]}" if teams else "start it first"
-        raise ServerError(
-            f"server.name {name!r}", f"is not served on this cluster (served: {names})", remedy
-        ) from None
+    if (handle := _named(name)) is not None:
+        return handle
+    names = ", ".join(server_names()) or "none"
+    teams = [team for team, served in served_names() if served == name]
+    remedy = f"start it first, or set {TEAM}={teams[0]}" if teams else "start it first"
+    raise ServerError(f"server.name {name!r}", f"is not served on this cluster (served: {names})", remedy)
 
 
 def tell_server(name: str, method: str, *args: Any) -> None:
@@ -230,15 +239,9 @@ def stop_server(name: str) -> None:
     ) as error:  # it is to end in any case; the trainer's checkpoint knows better
         log.warning("last commits not written name=%s error=%s", name, type(error).__name__)
     ray.kill(handle, no_restart=True)
-    begin = time.monotonic()
-    while name in server_names():
-        if time.monotonic() - begin > STOP_TIMEOUT_S:
-            raise ServerError(
-                f"server.name {name!r}",
-                f"still there {STOP_TIMEOUT_S:.0f} s after it was stopped",
-                "try again",
-            )
-        time.sleep(0.05)
+    if not _is_gone(name, handle):
+        what = f"still there {STOP_TIMEOUT_S:.0f} s after it was stopped"
+        raise ServerError(f"server.name {name!r}", what, "try again")
 
 
 def restart_server(name: str) -> str:
