@@ -273,14 +273,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _iterate(self, ask: Callable[[int], F], stop: int) -> Iterator[S]:
         end = min(stop, self.schedule.num_steps)
-        if self._goes_on:
-            self._goes_on = False
-            log.warning(
-                "goes on name=%s at_step=%d: an earlier loop committed what is before; load its checkpoint with load_state_dict, "
-                "or call rewind(0) to begin again",
-                self.lease.name, self._frontier,
-            )  # fmt: skip
-        self._end_iteration()
+        self._begin_iteration()
         window = self._window = LookAhead(ask, self._sizes(end), self._limit)
         with closing(window.run(self.frontier, end)) as fetches:
             while True:
@@ -304,6 +297,16 @@ class LeaseClient(ABC, Generic[F, S]):
         if self._window is not window:
             expected = f"a new iteration from step {self.frontier}, after the rewind"
             raise StepOutOfOrder(self.lease.name, self.frontier, expected)
+
+    def _begin_iteration(self) -> None:
+        if self._goes_on:
+            self._goes_on = False
+            log.warning(
+                "goes on name=%s at_step=%d: an earlier loop committed what is before; load its checkpoint with load_state_dict, "
+                "or call rewind(0) to begin again",
+                self.lease.name, self._frontier,
+            )  # fmt: skip
+        self._end_iteration()
 
     def _end_iteration(self) -> None:
         window, self._window = self._window, None

@@ -212,8 +212,12 @@ class Meter:
         for part, seconds in charged.items():
             self._causes[part] = self._causes.get(part, 0.0) + seconds
         if self._exports:
-            for part in ("read", "collate", "copy", "groups", "build", "other"):
-                self.metrics.record(f"stall_{part}_seconds", charged.get(part, 0.0), server=self._server)
+            self.metrics.record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
+            self.metrics.record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
+            self.metrics.record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
+            self.metrics.record("stall_groups_seconds", charged.get("groups", 0.0), server=self._server)
+            self.metrics.record("stall_build_seconds", charged.get("build", 0.0), server=self._server)
+            self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
     def _keep(self, waited_s: float, given: DeliveredStep) -> None:
         """Called under `_lock`."""

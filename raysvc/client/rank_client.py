@@ -110,7 +110,7 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
     def _read_ahead(self, ask: Callable[[int], StepFetch], stop: int) -> Iterator[RankStep]:
         steps = range(self.frontier, min(stop, self.schedule.num_steps))
         sizes = self._sizes(steps.stop)
-        self._end_iteration()
+        self._begin_iteration()
         ahead = ReadAhead(self._connection, ask, self._brought, sizes, self._limit, steps, self._look_beside)
         self._window = ahead
         # few calls and objects, as in `commit`; `ReadAhead.take` in other words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.actors.rollouts import group_history
@@ -51,6 +52,12 @@ def missed(folder: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
     with owned(folder):
         return [record.getMessage() for record in caplog.records if "GONE FROM" in record.getMessage()]
+
+
+def forgotten_tables(folder: Path) -> list[Path]:
+    """Where the tables were that the records of what was forgotten name."""
+    lines = [line for path in folder.glob("forgotten/*") for line in path.read_bytes().splitlines()]
+    return [folder / "groups" / name for line in lines for name in json.loads(line)["tables"]]
 
 
 def put(rollouts: RolloutStream, number: int) -> None:
@@ -137,6 +144,10 @@ ACTS = st.lists(
 )  # fmt: skip
 
 
+@example(
+    [("put", 4), ("late answer", 0), ("late", 0), *[("put", n) for n in (0, 0, 1, 2, 3, 5, 6)], ("late", 1), ("late", 4), ("train", 0), ("forget", 0)],
+    118,
+)  # fmt: skip
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ACTS, st.integers(0, 1000))
 def test_random_histories_alarm_nobody_until_a_record_is_removed_and_then_name_it(
@@ -163,7 +174,7 @@ def test_random_histories_alarm_nobody_until_a_record_is_removed_and_then_name_i
     )
     kept_from = max((int(path.name[:12]) for path in folder.glob("forgotten/*")), default=0)
     doubles = {}  # what was written, and written again when its answer was lost: one of them is enough
-    for path in there.values():
+    for path in [*there.values(), *forgotten_tables(folder)]:
         doubles.setdefault(
             (path.parent.name, re.sub(r"(?:\d+\.)?\d+\.g\d+\.", "", path.name).partition("e")[0]), []
         ).append(path)

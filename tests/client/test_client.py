@@ -100,9 +100,9 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
 ) -> None:
     import raysvc
 
-    def told(begin: Callable[[Any], object]) -> list[str]:
+    def told(begin: Callable[[Any], object], **of_rank: int) -> list[str]:
         caplog.clear()
-        with raysvc.attach("plain") as client:
+        with raysvc.attach("plain", **of_rank) as client:
             begin(client)
             for stop in (client.frontier + 1, client.frontier + 2):  # it is said once
                 for step in client.steps(stop=stop):
@@ -115,6 +115,8 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
     (said,) = told(lambda client: None)
     assert said.startswith("goes on name=plain at_step=2: an earlier loop committed what is before")
     assert told(lambda client: client.load_state_dict(dict(state))) == []
+    (said,) = told(lambda client: None, dp_size=1, rank=0)
+    assert "at_step=6" in said
 
 
 def test_a_wrong_step_number_is_a_typed_error(plain: Any) -> None:
