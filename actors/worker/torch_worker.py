@@ -12,7 +12,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +75,7 @@ class ModelSpec(BaseModel):
         role: `policy` and `critic` are trained, a `reference` runs forward only.
         strategy: what holds the weights on several ranks: a copy each (`ddp`) or a share each (`fsdp`, FSDP2).
         precision: `bf16`: float32 weights, bfloat16 forward and backward.
+        gradient_checkpointing: keep what enters each layer, and compute its activations again in the backward pass.
         schedule: learning rate by optimizer step; None: `learning_rate`, or what `set_lr` says.
         staging: how shards are staged.
         layouts: that shards may have.
@@ -95,6 +96,7 @@ class ModelSpec(BaseModel):
     role: Literal["policy", "critic", "reference"] = "policy"
     strategy: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_checkpointing: bool = False
     schedule: LearningRate | None = None
     staging: StagingOptions = StagingOptions()
     vision: TinyVision | None = None
@@ -123,7 +125,8 @@ class CausalLMWorker(Worker):
         """Load the model, prove that it keeps rows apart, and spread it over the ranks.
 
         Raises:
-            ConfigError: the folder of the model is not on this node, or its rows would see each other in every layout.
+            ConfigError: the folder of the model is not on this node, its rows would see each other in every layout, or it names
+                no layers whose activations could be computed again.
         """
         with no_collection():
             import torch
@@ -139,6 +142,8 @@ class CausalLMWorker(Worker):
         self._proofs = self._proved(module)
         if self.spec.role == "reference":
             module.requires_grad_(False)
+        elif self.spec.gradient_checkpointing:
+            recompute_layers(lm)
         self.model = self._spread(module)
         if self.spec.role != "reference":
             groups = decay_groups(self.model, self.spec.weight_decay)
@@ -394,6 +399,33 @@ def _sharded(module: Any, device: str, dp_size: int, bf16: bool) -> torch.nn.Mod
     root = MixedPrecisionPolicy(dtype, reduce, cast_forward_inputs=False)
     sharded: torch.nn.Module = fully_shard(module, mesh=mesh, mp_policy=root)
     return sharded
+
+
+def recompute_layers(lm: Any) -> None:
+    """Let each decoder layer keep what enters it alone, and compute its activations again in the backward pass.
+
+    Inside of the unit that FSDP2 makes of a layer, whose weights are gathered once for both passes.
+
+    Raises:
+        ConfigError: the model names no layers.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+        return run
+
+    layers = _layers(lm)
+    if not layers:
+        what = f"{type(lm).__name__} does not say what its layers are (_no_split_modules)"
+        raise ConfigError("trainer.gradient_checkpointing", what, "leave it out, or train with HF Trainer")
+    for layer in layers:
+        layer.forward = recomputed(layer.forward)
 
 
 def _layers(lm: Any) -> list[Any]:

@@ -88,7 +88,7 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "deepspeed": KnownKey(
         "trainer.strategy", "fsdp; your own loop may use DeepSpeed, see docs/integrations.md"
     ),
-    "gradient_checkpointing": _NONE,
+    "gradient_checkpointing": KnownKey("trainer.gradient_checkpointing"),
     "neftune_noise_alpha": _NONE,
     "use_liger_kernel": _NONE,
     "torch_compile": _NONE,

@@ -116,6 +116,10 @@ class TrainerConfig(Section):
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="bf16: float32 weights, bfloat16 forward and backward."
     )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Compute the activations of each layer again in the backward pass: less memory for a third more work.",
+    )
     timing: bool = Field(
         default=False, description="Measure each part of an optimizer step; nothing overlaps meanwhile."
     )

@@ -422,6 +422,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
         vocab_size=int(entry.report["vocab_size"]),
         strategy=trainer.strategy,
         precision=trainer.precision,
+        gradient_checkpointing=trainer.gradient_checkpointing,
         vision=vision_of(job, entry),
         layouts=(job.plan.layout,),
         staging=StagingOptions(

@@ -49,9 +49,12 @@ def model_of(role: str = "policy") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dp_size", "strategy"), [(1, "ddp"), (2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")]
-)  # one rank shards nothing
-def test_gradients_equal_those_of_one_process_row_by_row(ranks: Ranks, dp_size: int, strategy: str) -> None:
+    ("dp_size", "strategy", "again"),
+    [(1, "ddp", False), (2, "ddp", False), (3, "ddp", False), (2, "fsdp", False), (3, "fsdp", False), (2, "ddp", True), (2, "fsdp", True)],
+)  # one rank shards nothing  # fmt: skip
+def test_gradients_equal_those_of_one_process_row_by_row(
+    ranks: Ranks, dp_size: int, strategy: str, again: bool
+) -> None:
     rows = random_rows(7, seed=3)
     expected = [
         reference_gradient(model_of(), rows, formula, "logits", list(range(7)), "token_mean")
@@ -59,9 +62,8 @@ def test_gradients_equal_those_of_one_process_row_by_row(ranks: Ranks, dp_size: 
     ]
     for layout in LAYOUTS:
         ((_, shards, info),) = minis_of(rows, plan_of(layout), dp_size, columns=COLUMNS)
-        results = ranks.run(
-            tiny_spec(strategy=strategy), gradients_of, [([shard], LOSSES) for shard in shards]
-        )
+        spec = tiny_spec(strategy=strategy, gradient_checkpointing=again)
+        results = ranks.run(spec, gradients_of, [([shard], LOSSES) for shard in shards])
         for number, (grads, loss) in enumerate(expected):
             assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6), layout
             for rank in results:

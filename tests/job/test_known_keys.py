@@ -28,7 +28,8 @@ def test_every_key_on_the_right_is_one_of_a_job_and_none_on_the_left_is() -> Non
     [
         ({"lr": 1}, "lr: unknown key; write trainer.learning_rate"),
         ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; write trainer.learning_rate"),
-        ({"trainer": {"gradient_checkpointing": True}}, "unknown key; the built-in trainer has none; HF Trainer and TRL"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing: unknown key; write trainer.gradient_checkpointing"),
+        ({"trainer": {"neftune_noise_alpha": 5}}, "unknown key; the built-in trainer has none; HF Trainer and TRL"),
         ({"trainer": {"load_best_model_at_end": True}}, "unknown key; write trainer.keep_best ({eval: NAME, metric: loss})"),
         ({"early_stopping_patience": 3}, "unknown key; write trainer.stop_after.patience ({eval: NAME, patience: 3})"),
         ({"lora_r": 8}, "lora_r: unknown key; the built-in trainer trains all weights; TRL with PEFT trains an entry: raysvc init --trainer trl"),
