@@ -51,3 +51,32 @@ def test_every_node_has_its_id_among_its_labels(ray_session: None) -> None:
     assert [node["Labels"]["ray.io/node-id"] for node in ray.nodes()] == [
         node["NodeID"] for node in ray.nodes()
     ]
+
+
+def test_a_handle_by_name_is_equal_to_the_one_that_keeps_the_actor_alive_and_keeps_nothing_alive(
+    ray_session: None,
+) -> None:
+    """So who serves a running name again in the same process gets the first handle (`raysvc.actors.launch`)."""
+    import ray
+
+    class Idle:
+        def ping(self) -> int:
+            return 1
+
+    def by_name() -> Any:
+        return ray.get_actor("assumed", namespace="assumptions")
+
+    actor = ray.remote(Idle).options(name="assumed", namespace="assumptions", num_cpus=0)
+    owned = actor.remote()
+    assert ray.get(owned.ping.remote()) == 1
+    named = by_name()
+    assert named == owned
+    del owned
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            by_name()
+        except ValueError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it lives, though only a handle by name is left")
