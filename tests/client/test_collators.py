@@ -304,7 +304,8 @@ LEFT = (
 import psutil
 from raysvc.actors.server import collator_pool
 
-collator_pool.PATIENCE_STEPS = collator_pool.LEAVING_STEPS = 2
+# the first two steps are made by one each before either is let go of, so that both processes are up by then
+collator_pool.PATIENCE_STEPS, collator_pool.LEAVING_STEPS = 3, 2
 next_step = collator_pool.NodeCollators.next_step
 
 
