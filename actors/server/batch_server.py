@@ -188,6 +188,7 @@ class BatchServer:
                 collators=self.spec.collators,
                 decided=tuple(one.mark for one in self._feedback.decisions),
                 cuts=self.spec.plan.cp_split is not None,
+                committed_by=lease.committed_by,
             )
 
     def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
@@ -477,6 +478,7 @@ def _facts(lease: ReaderLease) -> dict[str, Any]:
         "holder": lease.shown_holder,
         "fence": lease.fence,
         "frontier": lease.frontier,
+        "committed_by": lease.committed_by or None,
         "skipped": len(lease.skipped),
         "since_s": now_s - lease.since_s if lease.holder else None,
         "seen_s": now_s - lease.seen_s if lease.holder else None,

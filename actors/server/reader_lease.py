@@ -84,6 +84,7 @@ class ReaderLease:
         holder: who holds the lease (a driver, or a group), None when nobody does.
         since_s: clock value at which the holder attached.
         frontier: next step to train; all steps below it are committed.
+        committed_by: the process that was the last to commit a step, or to go to the frontier of its checkpoint; "" before any.
         skipped: committed steps that the trainer did not apply, ascending.
         seats: [R]; of a driver one; empty when nobody holds the lease.
         window: steps that a seat may be ahead of the slowest one: its look-ahead and the one it trains.
@@ -96,6 +97,7 @@ class ReaderLease:
     holder: str | None = None
     since_s: float = 0.0
     frontier: int = 0
+    committed_by: str = ""
     skipped: tuple[int, ...] = ()
     seats: tuple[Seat, ...] = ()
     window: int = 1
@@ -201,7 +203,7 @@ class ReaderLease:
         known = seat.frontier or 0 if moves == seat.moves else 0
         marks = tuple(sorted({*self.skipped, step})) if skipped else self.skipped
         after = Seat(seat.holder, max(known, step + 1), moves, max(now_s, seat.seen_s))
-        return replace(self, skipped=marks)._seated(rank, after)
+        return replace(self, skipped=marks, committed_by=seat.holder)._seated(rank, after)
 
     def move(
         self, fence: int, frontier: int, rank: int, now_s: float, *, moves: int | None = None
@@ -223,7 +225,8 @@ class ReaderLease:
             if peer.moves == number and peer.frontier != frontier:
                 what = f"step {peer.frontier}, to which {self.mesh.name(other)} of this dp rank went"
                 raise StepOutOfOrder(self.name, frontier, what)
-        return self._seated(rank, Seat(seat.holder, frontier, number, max(now_s, seat.seen_s)))
+        after = Seat(seat.holder, frontier, number, max(now_s, seat.seen_s))
+        return replace(self, committed_by=seat.holder)._seated(rank, after)
 
     def detach(self, fence: int, rank: int) -> ReaderLease:
         """The lease after the driver, or one rank, left; the frontier stays."""
@@ -267,6 +270,7 @@ class ReaderLease:
             "holder": self.holder,
             "held_s": now_s - self.since_s,
             "frontier": self.frontier,
+            "committed_by": self.committed_by,
             "skipped": list(self.skipped),
             "seats": seats,
             "window": self.window,
@@ -285,6 +289,7 @@ class ReaderLease:
         kept = {name: data[name] for name in ("fence", "holder", "frontier", "window")}
         seats = tuple(Seat(holder, frontier, moves, now_s) for holder, frontier, moves in data["seats"])
         mesh = Mesh(**data.get("mesh") or {"dp": max(1, len(seats))})  # earlier ones knew ranks alone
+        kept["committed_by"] = data.get("committed_by", "")  # nor who committed
         skipped, since_s = tuple(data["skipped"]), now_s - data["held_s"]
         return replace(self, **kept, skipped=skipped, since_s=since_s, seats=seats, mesh=mesh)
 

@@ -252,6 +252,7 @@ class Lease:
         fence: number that every call of the holder carries.
         ttl_s: the lease ends when nothing is heard of the holder for this long.
         frontier: next step to train; in rank mode of this rank.
+        committed_by: as in `ReaderLease`, when the lease was given.
         plan_hash: identity of the order of rows.
         identity: the fields under that hash.
         entry_key: of the entry that is served, "" for rollouts.
@@ -272,6 +273,7 @@ class Lease:
     collators: int = 0
     decided: tuple[tuple[int, str], ...] = ()
     cuts: bool = False
+    committed_by: str = ""
 
     @property
     def forms(self) -> bool:

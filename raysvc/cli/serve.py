@@ -42,6 +42,10 @@ def serve(
 def _show(handle: ServerHandle, as_json: bool) -> None:
     import ray
 
+    from raysvc.actors.launch import wait_for
+
+    told = handle.actor.stats.options(concurrency_group="control").remote()
+    stats = wait_for(told, f"server {handle.name!r}")
     facts = {
         "name": handle.name,
         "cluster": ray.get_runtime_context().gcs_address,
@@ -49,11 +53,13 @@ def _show(handle: ServerHandle, as_json: bool) -> None:
         "num_rows": handle.num_rows,
         "num_steps": None if handle.schedule.is_endless else handle.schedule.num_steps,
         "steps_per_epoch": None if handle.schedule.is_endless else handle.schedule.steps_per_epoch,
+        "frontier": stats["frontier"],
+        "committed_by": stats["committed_by"],
     }
     if as_json:
         emit(facts)
         return
-    print_table("Serving", facts)
+    print_table("Serving", {name: value for name, value in facts.items() if value is not None})
     if handle.schedule.is_endless:
         text = "following the source; the number of steps is not known, and this command goes on until Ctrl-C"
         print(text, file=sys.stderr)

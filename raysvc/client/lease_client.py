@@ -302,9 +302,9 @@ class LeaseClient(ABC, Generic[F, S]):
         if self._goes_on:
             self._goes_on = False
             log.warning(
-                "goes on name=%s at_step=%d: an earlier loop committed what is before; load its checkpoint with load_state_dict, "
+                "goes on name=%s at_step=%d: %s committed what is before; load its checkpoint with load_state_dict, "
                 "or call rewind(0) to begin again",
-                self.lease.name, self._frontier,
+                self.lease.name, self._frontier, self.lease.committed_by or "an earlier loop",
             )  # fmt: skip
         self._end_iteration()
 

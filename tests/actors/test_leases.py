@@ -141,6 +141,24 @@ def test_a_restart_keeps_the_lease_and_gives_its_holder_a_whole_lease_time_on_th
     )
 
 
+def test_who_committed_last_is_known_after_it_left_and_after_a_restart() -> None:
+    lease = attached(fresh(), "a", 0.0)
+    assert lease.committed_by == ""
+    left = restored(lease.commit(1, 6, 0, 1.0).detach(1, 0), 2.0, read_s=5.0)
+    came = attached(left, "b", 6.0)
+    assert (came.committed_by, came.frontier) == ("a", 7), "b has said nothing yet"
+    assert came.beat(2, 0, 7.0).committed_by == "a"
+    assert came.move(2, 3, 0, 8.0).committed_by == "b", "its checkpoint says what is trained"
+    assert came.commit(2, 7, 0, 8.0).committed_by == "b"
+
+
+def test_a_record_that_does_not_say_who_committed_is_read() -> None:
+    earlier = attached(fresh(), "a", 0.0).commit(1, 6, 0, 1.0).to_json(1.0)
+    del earlier["committed_by"]
+    back = fresh().from_json(earlier, 1.0)
+    assert (back.frontier, back.committed_by) == (7, "")
+
+
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(StateMismatch, match="version"):
         fresh().from_json({**fresh().to_json(0.0), "version": 99}, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,9 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
     state: dict[str, Any] = {}
     assert told(lambda client: client.rewind(0)) == []
     (said,) = told(lambda client: None)
-    assert said.startswith("goes on name=plain at_step=2: an earlier loop committed what is before")
+    process = f"{socket.gethostname()}:{os.getpid()}:"
+    assert said.startswith(f"goes on name=plain at_step=2: {process}")
+    assert " committed what is before; load its checkpoint" in said
     assert told(lambda client: client.load_state_dict(dict(state))) == []
     (said,) = told(lambda client: None, dp_size=1, rank=0)
     assert "at_step=6" in said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import os
+import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -240,6 +242,11 @@ def test_the_command_line_serves_lists_and_stops(
         assert (row["num_steps"], row["frontier"]) == (8, 0)
         assert row["holder"] is not None
         assert "has been held by" in run("stop", "cli", code=2)
+        client.commit(next(client.steps()).index)
+    again = run("serve", "-c", str(job))
+    assert (served["frontier"], served["committed_by"]) == (0, None)
+    assert again["frontier"] == 1
+    assert again["committed_by"].startswith(f"{socket.gethostname()}:{os.getpid()}:")
     assert run("stop", "cli") == {"stopped": ["cli"]}
     assert "is not served" in run("stop", "cli", code=2)
     assert [row for row in run("ps")["servers"] if row["name"] == "cli"] == []
