@@ -4,8 +4,14 @@ window.browsed = (async () => {
   const list = document.getElementById("rows");
   if (!list) return;
   const [find, source, state, order, count, more] = ["find", "source", "state", "order", "count", "more"].map((id) => document.getElementById(id));
-  const packed = Uint8Array.from(atob(document.getElementById("table").textContent), (one) => one.charCodeAt(0));
-  const table = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+  const inflated = (id) => {
+    const text = atob(document.getElementById(id).textContent);
+    const packed = new Uint8Array(text.length);
+    for (let at = 0; at < text.length; at++) packed[at] = text.charCodeAt(at);
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate")));
+  };
+  const table = await inflated("table").json();
+  const stream = new Uint8Array(await inflated("tokens").arrayBuffer());
   const page = Number(list.dataset.shown);
   const figure = (value) => value.toLocaleString("en");
   const make = (tag, ...inside) => {
@@ -16,6 +22,7 @@ window.browsed = (async () => {
   // text as [tags, text]; tags stand one in the other
   const mark = ([tags, text]) => tags.split(" ").reduceRight((inside, tag) => make(tag, inside), text);
   const framed = (name, ...inside) => Object.assign(make("div", ...inside), { className: name });
+  let end = 0;
   const rows = table.id.map((id, at) => ({
     id,
     tokens: table.tokens[at],
@@ -23,24 +30,56 @@ window.browsed = (async () => {
     source: table.sources[table.source[at]],
     loss: table.loss[at],
     steps: table.steps[at],
-    ...table.texts[at],
+    kept: table.kept[at],
+    first: end,
+    end: (end += table.kept[at]),
   }));
-  rows.push(...table.aside.map((one) => ({ ...one, id: `source row ${one.shown}`, runs: [["span", `${one.why}\n${one.detail}`]] })));
+  rows.push(...table.aside.map((one) => ({ ...one, id: `source row ${one.shown}` })));
+  // a bit for each token that is held, then its number in table.ids, in groups of seven bits
+  const hit = (at) => (stream[at >> 3] >> (7 - (at & 7))) & 1;
+  const numbers = new Uint32Array(end);
+  for (let at = 0, from = (end + 7) >> 3; at < end; at++) {
+    let group = 0;
+    do numbers[at] |= (stream[from] & 127) << (7 * group++);
+    while (stream[from++] > 127);
+  }
+  const pieces = table.pieces.map((text) => Uint8Array.from(text, (one) => one.charCodeAt(0)));
+  const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
+  // of neighbouring tokens, which may share the bytes of a character
+  const joined = (from, to) => {
+    let size = 0;
+    for (let at = from; at < to; at++) size += pieces[numbers[at]].length;
+    const bytes = new Uint8Array(size);
+    for (let at = from, place = 0; at < to; place += pieces[numbers[at++]].length) bytes.set(pieces[numbers[at]], place);
+    return utf8.decode(bytes);
+  };
+  const tags = (at) => [...(hit(at) ? ["b"] : []), ...(table.special[numbers[at]] ? ["i"] : [])].join(" ") || "span";
+  const runs = (row) => {
+    if (row.why) return [["span", `${row.why}\n${row.detail}`]];
+    const found = [];
+    const gap = row.kept < row.tokens ? row.first + Math.ceil(row.kept / 2) : -1;
+    for (let at = row.first, from = at; at < row.end; from = at) {
+      while (++at < row.end && at !== gap && tags(at) === tags(from));
+      found.push([tags(from), joined(from, at)]);
+      if (at === gap) found.push(["i", ` […${figure(row.tokens - row.kept)} tokens…] `]);
+    }
+    return found;
+  };
   const facts = (row) =>
     row.why
       ? ["quarantined"]
       : [`${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, ...(row.loss == null ? [] : [`loss ${row.loss.toFixed(3)}`])];
   const begin = (row) =>
-    row.why || (row.runs || []).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").slice(0, 480).replace(/\s+/g, " ").slice(0, 120);
+    row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").slice(0, 480).replace(/\s+/g, " ").slice(0, 120);
   const command = (row) => `${table.command} ${row.why ? `--source-row ${row.shown}` : `--row ${row.id}`}`;
   const opened = (row) => {
     const where = [(table.sources.length > 1 || row.why) && row.source && `source ${row.source}`, row.steps && `trained in step ${row.steps.join(", ")}`].filter(Boolean).join("; ");
-    const parts = [make("p", where ? `${where}. ` : "", make("code", command(row)), row.runs ? "" : " prints its text, which is not in this page.")];
-    if (row.runs) parts.push(framed("row", ...row.runs.map(mark)));
-    if (row.ids) {
+    const parts = [make("p", where ? `${where}. ` : "", make("code", command(row)), row.kept || row.why ? "" : " prints its text, which is not in this page.")];
+    if (row.kept || row.why) parts.push(framed("row", ...runs(row).map(mark)));
+    if (row.kept) {
       const ids = make("details", make("summary", "Tokens and ids"));
-      // an id with loss is written as -id - 1
-      const shown = () => ids.append(framed("ids", ...row.ids.map((id) => make(id < 0 ? "b" : "span", make("code", table.pieces[id < 0 ? ~id : id]), String(id < 0 ? ~id : id)))));
+      const token = (at) => make(hit(at) ? "b" : "span", make("code", joined(at, at + 1)), String(table.ids[numbers[at]]));
+      const shown = () => ids.append(framed("ids", ...Array.from({ length: row.kept }, (_, place) => token(row.first + place))));
       ids.addEventListener("toggle", shown, { once: true });
       parts.push(ids);
     }
@@ -52,7 +91,7 @@ window.browsed = (async () => {
     return one;
   };
   const orders = {
-    ...(rows.some((one) => !one.runs) ? { "with their text": (a, b) => Number(!a.runs) - Number(!b.runs) } : {}),
+    ...(table.kept.includes(0) ? { "with their text": (a, b) => Number(!a.kept) - Number(!b.kept) } : {}),
     entry: () => 0,
     longest: (a, b) => b.tokens - a.tokens,
     shortest: (a, b) => a.tokens - b.tokens,
@@ -68,7 +107,7 @@ window.browsed = (async () => {
   source.hidden = source.options.length < 3;
   const texts = new Map(); // of rows, in small letters, once somebody searches
   const text = (row) => {
-    if (!texts.has(row)) texts.set(row, (row.runs || []).map((run) => run[1]).join("").toLowerCase());
+    if (!texts.has(row)) texts.set(row, (row.why ? `${row.why}\n${row.detail}` : joined(row.first, row.end)).toLowerCase());
     return texts.get(row);
   };
   const all = (why) => (why === "*" ? Object.values(table.quarantined).reduce((sum, one) => sum + one, 0) : why ? table.quarantined[why] : table.written);

@@ -1,8 +1,10 @@
 """Rows of an entry that one can look through: search, choose a source or a reason, sort, open one.
 
+Axes: N rows, T tokens of those that the page holds, K different ones.
 Always true:
-- facts of rows and the texts of some lie packed in the page; its script draws them as text, and only those that are looked at;
-- a long text is cut in its middle, and says how much is left out.
+- facts of rows and tokens of all, or of as many as there is room for, lie packed in the page; its script makes their text of
+  the bytes of each token, and draws only those that are looked at;
+- a row without its middle says how many tokens are left out.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from raysvc.inspect.row_view import Kind, RowPicture, TextRun
 from raysvc.row_ids import written
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 TAGS: dict[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
-END_CHARACTERS = 2000  # of each end of a long text
-END_TOKENS = 500  # of each end of a long row
 SHOWN = 100
 STYLE = """
 .browse{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin-bottom:8px}.browse[hidden],.browse [hidden]{display:none}
@@ -35,33 +40,23 @@ STYLE = """
 """
 
 
-@dataclass(frozen=True)
-class BrowsedRow:
-    """Shows one row whose text is in the page.
-
-    Attributes:
-        picture: its text.
-        ids: its tokens; an id with loss as -id - 1.
-    """
-
-    picture: RowPicture
-    ids: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BrowsedRows:
     """Holds the rows of a page, column by column, in the order of the entry.
 
     Attributes:
-        row_ids: of every row that is listed.
-        lengths: its tokens.
-        trained: its tokens with loss.
-        source: the number of its source in `sources`.
+        row_ids: [N], of every row that is listed.
+        lengths: [N], its tokens.
+        trained: [N], its tokens with loss.
+        source: [N], the number of its source in `sources`.
         sources: names.
-        texts: row id -> the row, of those whose text is in the page.
+        kept: [N], how many of its tokens are in the page: all, none, or as many of its beginning as of its end.
+        ids: int32 [T], the tokens that are kept, row after row.
+        hits: bool [T], which of them have loss.
+        pieces: id -> bytes of text, of the tokens of `ids`.
+        special: those of them that are special tokens.
         losses: row id -> what a run reported last.
         steps: row id -> steps that trained it.
-        pieces: id -> text, of the tokens of `texts`.
     """
 
     row_ids: Sequence[int]
@@ -69,10 +64,13 @@ class BrowsedRows:
     trained: Sequence[int]
     source: Sequence[int]
     sources: Sequence[str]
-    texts: Mapping[int, BrowsedRow]
+    kept: Sequence[int]
+    ids: npt.NDArray[np.int32]
+    hits: npt.NDArray[np.bool_]
+    pieces: Mapping[int, bytes]
+    special: frozenset[int] = frozenset()
     losses: Mapping[int, float] = field(default_factory=dict)
     steps: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    pieces: Mapping[int, str] = field(default_factory=dict)
 
 
 def browse(
@@ -86,26 +84,34 @@ def browse(
         set_aside: quarantined rows: where they are, reason and detail.
         command: that shows a row, without the row.
     """
-    listed, num_rows, told = len(rows.row_ids), counts["rows_written"], len(rows.texts)
+    listed, num_rows, told = len(rows.row_ids), counts["rows_written"], int(np.count_nonzero(rows.kept))
     which = "All rows" if listed == num_rows else f"{listed:,} of {num_rows:,} rows, evenly spread"
     if told < listed:
         worst = ", and those of the highest loss" if rows.losses else ""
         which += f"; {told:,} of them with their text, which a search reads: evenly spread, some of each source, the longest, the shortest{worst}"
+    counted = np.bincount(rows.ids)
+    order = np.argsort(-counted, kind="stable")[: np.count_nonzero(counted)]
     return (
         f"<h2>Rows</h2><p>{which}. Marked text has loss; a click opens a row. <code>{escape(command)} --row N</code> prints any row.</p>"
         "<div class='browse' id='browse' hidden><input type='search' id='find' placeholder='Search' aria-label='Search rows'>"
         "<select id='source' aria-label='Source'><option value=''>all sources</option></select>"
         "<select id='state' aria-label='State'><option value=''>in the entry</option></select><select id='order' aria-label='Order'></select><span id='count'></span></div>"
         f"<div id='rows' data-shown='{SHOWN}'></div><button id='more' hidden>{SHOWN} more</button>"
-        f'<script type="application/octet-stream" id="table">{_packed(_table(rows, counts, set_aside, command))}</script>'
+        f'<script type="application/octet-stream" id="table">{_packed(_table(rows, counts, set_aside, command, order))}</script>'
+        f'<script type="application/octet-stream" id="tokens">{_packed(_tokens(rows, order))}</script>'
     )
 
 
 def _table(
-    rows: BrowsedRows, counts: Mapping[str, Any], set_aside: Sequence[Mapping[str, Any]], command: str
-) -> dict[str, Any]:
+    rows: BrowsedRows,
+    counts: Mapping[str, Any],
+    set_aside: Sequence[Mapping[str, Any]],
+    command: str,
+    order: npt.NDArray[np.intp],
+) -> bytes:
+    """JSON of what is known of the rows, and of the K tokens in `order`."""
     ids = list(map(int, rows.row_ids))
-    return {
+    table = {
         "command": command,
         "written": counts["rows_written"],
         "quarantined": counts["quarantined"],
@@ -116,20 +122,36 @@ def _table(
         "sources": list(rows.sources),
         "loss": [None if row not in rows.losses else round(rows.losses[row], 4) for row in ids],
         "steps": [rows.steps.get(row) for row in ids],
-        "texts": [_told(rows.texts[row]) if row in rows.texts else None for row in ids],
-        "pieces": rows.pieces,
+        "kept": list(map(int, rows.kept)),
+        "ids": order.tolist(),
+        "pieces": [rows.pieces[token].decode("latin-1") for token in order.tolist()],
+        "special": [int(token in rows.special) for token in order.tolist()],
         "aside": [_aside(one, len(rows.sources) > 1) for one in set_aside],
     }
-
-
-def _packed(table: Mapping[str, Any]) -> str:
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return base64.b64encode(zlib.compress(text.encode(errors="replace"))).decode()
+    return text.encode(errors="replace")
 
 
-def _told(row: BrowsedRow) -> dict[str, Any]:
-    runs = [list(one) for one in _marks(_cut(row.picture.stretches), row.picture.trained_special)]
-    return {"runs": runs, "ids": row.ids} if row.ids else {"runs": runs}
+def _tokens(rows: BrowsedRows, order: npt.NDArray[np.intp]) -> bytes:
+    """A bit of each token, whether it has loss; then its place in `order` in groups of seven bits, the lowest first (LEB128).
+
+    Frequent tokens have small places: in a deflated page a token takes two thirds of a byte, where text takes more.
+    """
+    places = np.zeros(int(order.max(initial=-1)) + 1, np.int64)
+    places[order] = np.arange(len(order))
+    number = places[rows.ids]
+    groups = 1 + (number > 0x7F) + (number > 0x3FFF)
+    ends = np.cumsum(groups)
+    stream = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+    for group in range(3):
+        there = groups > group
+        more = np.where(groups[there] > group + 1, 0x80, 0)
+        stream[(ends - groups)[there] + group] = (number[there] >> 7 * group) & 0x7F | more
+    return np.packbits(rows.hits).tobytes() + stream.tobytes()
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 def _aside(one: Mapping[str, Any], of_some: bool) -> dict[str, Any]:
@@ -164,22 +186,3 @@ def _marks(runs: Sequence[TextRun] | Iterator[TextRun], special: Sequence[str]) 
             at = found.end()
         if at < len(run.text):
             yield "b", run.text[at:]
-
-
-def _cut(runs: Sequence[TextRun]) -> Iterator[TextRun]:
-    """The runs without the middle of their text, where it is long."""
-    total = sum(len(run.text) for run in runs)
-    first, last = END_CHARACTERS, total - END_CHARACTERS
-    if last <= first:
-        yield from runs
-        return
-    at = 0
-    for run in runs:
-        begin, end = at, at + len(run.text)
-        at = end
-        if begin < first:
-            yield TextRun(run.text[: first - begin], run.kind)
-        if begin < first <= end:
-            yield TextRun(f" […{last - first:,} characters…] ", "special")
-        if end > last:
-            yield TextRun(run.text[max(last - begin, 0) :], run.kind)

@@ -1,8 +1,11 @@
-"""Chooses the rows of an entry that a page lists, and those of which it holds the text.
+"""Chooses the rows of an entry that a page lists, and those whose tokens it holds.
 
+Axes: N rows that are listed, T tokens that are held.
 Always true:
 - a page lists all rows of an entry with at most `LISTED` rows of `LISTED_TOKENS` tokens, else some, evenly spread;
-- the texts that it holds have some `BROWSED_TOKENS` tokens, however many rows there are.
+- it holds the tokens of all of them where these are at most `HELD_TOKENS`, else some `HELD_TOKENS`: every row that one looks for
+  first, and others, evenly spread;
+- of a long row it holds the first and the last `END_TOKENS`.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.inspect.row_view import row_picture
+from raysvc.chat.tokens.token_bytes import bytes_of_tokens
 from raysvc.media.medium import TOKENS
-from raysvc.ragged import Int64s
-from raysvc.report.browse import END_TOKENS, BrowsedRow, BrowsedRows
+from raysvc.ragged import Int64s, cells_of_runs
+from raysvc.report.browse import BrowsedRows
 from raysvc.row_ids import split
 
 if TYPE_CHECKING:
@@ -28,9 +31,9 @@ if TYPE_CHECKING:
 LISTED = 200_000
 LISTED_TOKENS = 200_000_000
 READ_TOKENS = 8_000_000  # at a time
-BROWSED_TOKENS = 2_000_000
-ROW_TOKENS = 40  # what a row takes beside its tokens, in tokens
-LEAST_BROWSED = 200
+HELD_TOKENS = 24_000_000  # 100,000 rows of GSM8K; some 20 MB of a page
+END_TOKENS = 2048
+LEAST_HELD = 200
 ENDS = 100  # longest rows, shortest ones, and ones of the highest loss
 OF_A_SOURCE = 20
 
@@ -44,12 +47,18 @@ class SeenRows:
         lengths: int32 [N].
         trained: int64 [N], tokens with loss.
         with_media: ids of those that have media.
+        kept: int64 [N], how many of its tokens are held.
+        ids: int32 [T], those tokens, row after row.
+        hits: bool [T], which of them have loss.
     """
 
     row_ids: Int64s
     lengths: npt.NDArray[np.int32]
     trained: Int64s
     with_media: Sequence[int]
+    kept: Int64s
+    ids: npt.NDArray[np.int32]
+    hits: npt.NDArray[np.bool_]
 
 
 def seen_rows(
@@ -61,57 +70,88 @@ def seen_rows(
     if len(places) < len(rows):
         places = sorted({*places, *_ends(rows, lengths, losses)})
     listed = np.array(places, np.int64)
+    kept = kept_tokens(entry, rows[listed], lengths[listed], losses)
     each = max(int(READ_TOKENS / mean), 1)
-    trained, media = [], []
+    trained, media, ids, hits = [], [], [], []
     for first in range(0, len(listed), each):
         batch = entry.rows.read(rows[listed[first : first + each]])
-        mask = np.concatenate([[0], np.cumsum(batch.tokens["loss_mask"], dtype=np.int64)])
-        trained.append(mask[batch.offsets[1:]] - mask[batch.offsets[:-1]])
+        hit = batch.tokens["loss_mask"] != 0
+        before = np.concatenate([[0], np.cumsum(hit, dtype=np.int64)])
+        trained.append(before[batch.offsets[1:]] - before[batch.offsets[:-1]])
+        cells = held_cells(batch.offsets, kept[first : first + each])
+        ids.append(batch.tokens["input_ids"][cells])
+        hits.append(hit[cells])
         if (counts := batch.rows.get(TOKENS)) is not None:
             media += batch.row_ids[np.flatnonzero(counts)].tolist()
-    return SeenRows(rows[listed], lengths[listed], np.concatenate(trained), media)
+    return SeenRows(
+        rows[listed], lengths[listed], np.concatenate(trained), media, kept, np.concatenate(ids), np.concatenate(hits)
+    )  # fmt: skip
 
 
 def browsed_rows(
     entry: CacheEntry, seen: SeenRows, losses: Mapping[int, float], steps: Mapping[int, Sequence[int]]
 ) -> BrowsedRows:
-    """All rows that were seen, with the text of those that one looks for and of as many others as there is room for."""
-    source = split(seen.row_ids).source if entry.sources else np.zeros(len(seen.row_ids), np.int64)
-    chosen = seen.row_ids[_chosen(seen, source, losses)]
-    batch, tokenizer = entry.rows.read(chosen), entry.tokenizer
-    ids: npt.NDArray[Any] = batch.tokens["input_ids"]
-    mask: npt.NDArray[Any] = batch.tokens["loss_mask"]
-    bounds = batch.offsets.tolist()
-    texts = {}
-    for number, row_id in enumerate(chosen.tolist()):
-        cells = slice(bounds[number], bounds[number + 1])
-        picture = row_picture(row_id, ids[cells].tolist(), mask[cells].tolist(), tokenizer)
-        texts[row_id] = BrowsedRow(picture, _marked(ids[cells], mask[cells]))
-    used = {token if token >= 0 else ~token for row in texts.values() for token in row.ids}
+    """All rows that were seen, with the text of the tokens that are held."""
+    tokenizer, used = entry.tokenizer, np.unique(seen.ids).tolist()
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return BrowsedRows(
         row_ids=seen.row_ids.tolist(),
         lengths=seen.lengths.tolist(),
         trained=seen.trained.tolist(),
-        source=source.tolist(),
+        source=_sources(entry, seen.row_ids).tolist(),
         sources=entry.sources or ("rows",),
-        texts=texts,
+        kept=seen.kept.tolist(),
+        ids=seen.ids,
+        hits=seen.hits,
+        pieces=_pieces(tokenizer, used),
+        special=frozenset(special.intersection(used)),
         losses=losses,
         steps=steps,
-        pieces={token: str(tokenizer.decode([token])) for token in sorted(used)},
     )
 
 
-def _chosen(seen: SeenRows, source: Int64s, losses: Mapping[int, float]) -> list[int]:
-    """Places of the rows whose text is shown."""
-    count, cut = len(seen.row_ids), np.minimum(seen.lengths, 2 * END_TOKENS)
-    room = BROWSED_TOKENS / (ROW_TOKENS + float(cut.mean()))
-    chosen = set(spread(count, max(LEAST_BROWSED, int(room))))
-    if len(chosen) < count:
-        chosen.update(_ends(seen.row_ids, seen.lengths, losses))
-        for number in np.unique(source).tolist():
-            there = np.flatnonzero(source == number)
-            chosen.update(there[spread(len(there), OF_A_SOURCE)].tolist())
-    return sorted(chosen)
+def _pieces(tokenizer: Any, used: Sequence[int]) -> dict[int, bytes]:
+    """Bytes of text of each token; what a tokenizer without a fast backend decodes it to."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return {token: str(tokenizer.decode([token])).encode() for token in used}
+    pieces = bytes_of_tokens(tokenizer)
+    return {token: pieces[token] if token < len(pieces) else b"" for token in used}
+
+
+def _sources(entry: CacheEntry, row_ids: Int64s) -> Int64s:
+    return split(row_ids).source if entry.sources else np.zeros(len(row_ids), np.int64)
+
+
+def kept_tokens(
+    entry: CacheEntry, rows: Int64s, lengths: npt.NDArray[np.int32], losses: Mapping[int, float]
+) -> Int64s:
+    """Returns int64 [N], how many tokens of each row are held."""
+    cut = np.minimum(lengths, 2 * END_TOKENS).astype(np.int64)
+    if cut.sum() <= HELD_TOKENS:
+        return cut
+    chosen = {
+        *spread(len(rows), max(LEAST_HELD, int(HELD_TOKENS / cut.mean()))),
+        *_ends(rows, lengths, losses),
+    }
+    source = _sources(entry, rows)
+    for number in np.unique(source).tolist():
+        there = np.flatnonzero(source == number)
+        chosen.update(there[spread(len(there), OF_A_SOURCE)].tolist())
+    kept = np.zeros(len(rows), np.int64)
+    held = sorted(chosen)
+    kept[held] = cut[held]
+    return kept
+
+
+def held_cells(offsets: Int64s, kept: Int64s) -> Int64s:
+    """int64 [T], cells of the first and the last tokens of each row, as many as are held.
+
+    >>> held_cells(np.array([0, 5, 7]), np.array([4, 2])).tolist()
+    [0, 1, 3, 4, 5, 6]
+    """
+    first = (kept + 1) // 2
+    starts = np.stack([offsets[:-1], offsets[1:] - (kept - first)], axis=1)
+    return cells_of_runs(starts.reshape(-1), np.stack([first, kept - first], axis=1).reshape(-1))
 
 
 def _ends(rows: Int64s, lengths: npt.NDArray[np.int32], losses: Mapping[int, float]) -> list[int]:
@@ -119,12 +159,6 @@ def _ends(rows: Int64s, lengths: npt.NDArray[np.int32], losses: Mapping[int, flo
     by_length = np.argsort(lengths, kind="stable")
     worst = np.flatnonzero(np.isin(rows, nlargest(ENDS, losses, key=lambda row: losses[row])))
     return [*by_length[:ENDS].tolist(), *by_length[-ENDS:].tolist(), *worst.tolist()]
-
-
-def _marked(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> list[int]:
-    """The ids of a row without its middle, where it is long; one with loss as -id - 1."""
-    marked: list[int] = np.where(mask != 0, -ids - 1, ids).tolist()
-    return marked if len(marked) <= 2 * END_TOKENS else [*marked[:END_TOKENS], *marked[-END_TOKENS:]]
 
 
 def spread(count: int, most: int) -> list[int]:

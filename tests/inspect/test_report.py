@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import re
 import shutil
@@ -17,21 +18,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import raysvc
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
-from raysvc.inspect.row_view import RowPicture, TextRun, row_picture
+from raysvc.inspect.row_view import row_picture
 from raysvc.job.config import PlanConfig
+from raysvc.job.job_file import load_job
 from raysvc.plan.plan import Plan
-from raysvc.report.browse import END_CHARACTERS, BrowsedRow, BrowsedRows, browse
-from raysvc.report.browsed_rows import browsed_rows, seen_rows
+from raysvc.ragged import offsets_of
+from raysvc.report.browse import BrowsedRows, browse
+from raysvc.report.browsed_rows import browsed_rows, held_cells, kept_tokens, seen_rows
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import Facts, worst_stalls
+from raysvc.report.facts import Facts, gather, worst_stalls
 from raysvc.report.page import render
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
+from raysvc.row_ids import source_base
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = [
@@ -53,24 +59,45 @@ STEPS = [
 ]
 
 
-def shown(text: str, row_id: int) -> BrowsedRow:
-    runs = TextRun("<|user|>", "special"), TextRun(text, "context"), TextRun(f"answer {text}", "trained")
-    return BrowsedRow(RowPicture(row_id, row_id, 3, runs), [7, -9])
+PIECES = {7: b"<|user|>", 8: b"answer ", 9: b".", 101: b"short", 102: b"long"}
 
 
 def listed(text: str = "hello", *, of_math: str = "math") -> BrowsedRows:
-    """Rows of 9, 4, 70 and 5 tokens; of the last one the text is not in the page."""
-    texts = {9: shown(text, 9), 4: shown("short", 4), 70: shown("long", 70)}
-    pieces = {7: "<p>", 8: "x"}
+    """Rows of 9, 4, 70 and 5 tokens, the last two trained; of the third the page has ten tokens, of the last one none."""
+    held = {9: 100, 4: 101, 10: 102}
+    ids = [[7, word, *[9] * (length - 4), 8, word] for length, word in held.items()]
     return BrowsedRows(
-        [9, 4, 70, 5], [9, 4, 70, 5], [3, 3, 3, 5], [0, 1, 0, 1], ["chat", of_math], texts, {4: 1.5, 70: 2.5}, {4: [0, 6]}, pieces
+        [9, 4, 70, 5], [9, 4, 70, 5], [2, 2, 2, 5], [0, 1, 0, 1], ["chat", of_math], [*held, 0], np.concatenate(ids).astype(np.int32),
+        np.concatenate([[False] * (length - 2) + [True] * 2 for length in held]), {100: text.encode(), **PIECES}, frozenset([7]),
+        {4: 1.5, 70: 2.5}, {4: [0, 6]},
     )  # fmt: skip
+
+
+def unpacked(page: str, name: str) -> bytes:
+    return zlib.decompress(base64.b64decode(page.partition(f'id="{name}">')[2].partition("<")[0]))
 
 
 def table_of(page: str) -> dict[str, Any]:
     """What the page's script gets."""
-    packed = page.partition('id="table">')[2].partition("<")[0]
-    return dict(json.loads(zlib.decompress(base64.b64decode(packed))))
+    return dict(json.loads(unpacked(page, "table")))
+
+
+def tokens_of(page: str) -> list[tuple[int, bool]]:
+    """(id, whether it has loss) of every token in a page."""
+    table, stream = table_of(page), unpacked(page, "tokens")
+    total = sum(table["kept"])
+    hits = np.unpackbits(np.frombuffer(stream, np.uint8), count=total).astype(bool).tolist()
+    ids, at = [], (total + 7) // 8
+    for _ in range(total):
+        number = group = 0
+        while True:
+            number |= (stream[at] & 127) << 7 * group
+            group, at = group + 1, at + 1
+            if stream[at - 1] < 128:
+                break
+        ids.append(table["ids"][number])
+    assert at == len(stream)
+    return list(zip(ids, hits, strict=True))
 
 
 def facts(text: str = "hello", *, steps: bool = True) -> Facts:
@@ -107,7 +134,7 @@ def test_a_page_asks_for_nothing_and_its_policy_names_its_three_scripts() -> Non
 def test_a_hostile_row_is_only_text() -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     page = render(facts(hostile))
-    assert page.count("<script") == render(facts()).count("<script") == 5
+    assert page.count("<script") == render(facts()).count("<script") == 6
     assert "<img" not in page
     assert "&lt;script&gt;" in page
 
@@ -147,13 +174,17 @@ def test_every_row_is_in_the_table_of_the_page_with_what_it_is_found_by() -> Non
     assert "<b>one" not in page
     table = table_of(page)
     assert (table["id"], table["tokens"]) == (["0:0:9", "0:0:4", "0:0:70", "0:0:5"], [9, 4, 70, 5])
-    assert (table["trained"], table["loss"]) == ([3, 3, 3, 5], [None, 1.5, 2.5, None])
+    assert (table["trained"], table["loss"]) == ([2, 2, 2, 5], [None, 1.5, 2.5, None])
     assert ([table["sources"][one] for one in table["source"]], table["steps"][1]) == (
         ["chat", "m'ath"] * 2,
         [0, 6],
     )
-    assert table["texts"][0]["runs"] == [["i", "<|user|>"], ["span", "<b>one"], ["b", "answer <b>one"]]
-    assert (table["texts"][0]["ids"], table["texts"][3]) == ([7, -9], None)
+    assert (table["kept"], len(tokens_of(page))) == ([9, 4, 10, 0], 23)
+    assert tokens_of(page)[9:13] == [(7, False), (101, False), (8, True), (101, True)]
+    place = table["ids"].index(100)
+    assert (table["pieces"][place], table["special"][place]) == ("<b>one", 0)
+    assert table["ids"][0] == 9, "the most frequent one is first"
+    assert table["special"][table["ids"].index(7)] == 1
     assert "4 of 50 rows, evenly spread; 3" in browse(listed(), {**COUNTS, "rows_written": 50}, [], "")
 
 
@@ -164,17 +195,6 @@ def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
         decode=lambda ids: "".join(texts[one] for one in ids),
     )
     row = row_picture(1, [8, 9, 9, 7, 9, 7, 9], [0, 0, 1, 1, 1, 0, 0], tokenizer)
-    told = [
-        ["i", "<|"],
-        ["span", "a<b"],
-        ["b", "a<b"],
-        ["b i", "<end>"],
-        ["b", "a<b"],
-        ["i", "<end>"],
-        ["span", "a<b"],
-    ]
-    rows = BrowsedRows([1], [7], [3], [0], ["rows"], {1: BrowsedRow(row)})
-    assert table_of(browse(rows, COUNTS, [], ""))["texts"][0] == {"runs": told}
     page = render_rows("rows", [], [("row", row)])
     assert "<b>a&lt;b</b><b><i>&lt;end&gt;</i></b><b>a&lt;b</b><i>&lt;end&gt;</i>" in page
 
@@ -186,15 +206,25 @@ def test_quarantined_rows_stand_with_their_reasons_and_how_many_there_are() -> N
     assert table["quarantined"] == {"<odd>": 900}
 
 
-@pytest.mark.parametrize("middle", [0, 1, 12_345])
-def test_a_long_row_is_cut_in_its_middle(middle: int) -> None:
-    head, tail = "a" * END_CHARACTERS, "b" * (END_CHARACTERS - 10)
-    runs = TextRun(head + "x" * middle + tail, "context"), TextRun("c" * 10, "trained")
-    rows = BrowsedRows([1], [9], [3], [0], ["rows"], {1: BrowsedRow(RowPicture(1, 9, 3, runs))})
-    told = table_of(browse(rows, COUNTS, [], ""))["texts"][0]["runs"]
-    said = f" […{middle:,} characters…] " if middle else ""
-    assert "".join(text for _, text in told) == head + said + tail + "c" * 10
-    assert not middle or ["i", said] in told
+@given(st.lists(st.integers(0, 40_000), max_size=60), st.integers(1, 40_000))
+def test_tokens_of_a_page_are_those_that_went_in_however_many_kinds_there_are(
+    numbers: list[int], kinds: int
+) -> None:
+    # every kind once, so that places need up to three groups of bits
+    ids = np.array([*range(kinds), *(number % kinds for number in numbers)], np.int32)
+    hits = ids % 3 == 0
+    pieces = dict.fromkeys(range(kinds), b"")
+    rows = BrowsedRows([0], [len(ids)], [0], [0], ["rows"], [len(ids)], ids, hits, pieces)
+    assert tokens_of(browse(rows, COUNTS, [], "")) == list(zip(ids.tolist(), hits.tolist(), strict=True))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 6))
+def test_of_a_long_row_the_ends_are_held(lengths: list[int], end: int) -> None:
+    offsets = offsets_of(lengths)
+    kept = np.minimum(lengths, 2 * end)
+    rows = [list(range(start, stop)) for start, stop in itertools.pairwise(offsets.tolist())]
+    expected = [row if len(row) <= 2 * end else row[:end] + row[-end:] for row in rows]
+    assert held_cells(offsets, kept).tolist() == [cell for row in expected for cell in row]
 
 
 SEEN = """<script>addEventListener("load", async () => {
@@ -220,6 +250,8 @@ LOOK_IN = """
   const row = document.querySelector("#rows > details"); await open(row);
   said.push(row.querySelector("p").textContent, row.querySelector(".row").innerHTML);
   await open(row.querySelector("details")); said.push(row.querySelector(".ids").innerHTML);
+  set("find", "0:0:70"); await open(document.querySelector("#rows > details"));
+  said.push(document.querySelector(".row").innerHTML);
   set("find", "0:0:5"); await open(document.querySelector("#rows > details"));
   said.push(document.querySelector("#rows > details > p").textContent);
   set("find", ""); set("state", "hello"); said.push(count());
@@ -254,7 +286,9 @@ def test_a_browser_searches_sorts_and_chooses_rows(tmp_path: Path) -> None:
 def test_an_opened_row_has_tokens_ids_and_steps_or_says_what_prints_them(tmp_path: Path) -> None:
     assert looked_at(tmp_path, "set('find', '0:0:4');" + LOOK_IN)[1:] == [
         "source math", "trained in step 0, 6. raysvc show --row 0:0:4",
-        "<i>&lt;|user|&gt;</i><span>short</span><b>answer short</b>", "<span><code>&lt;p&gt;</code>7</span><b><code>x</code>8</b>",
+        "<i>&lt;|user|&gt;</i><span>short</span><b>answer short</b>",
+        "<span><code>&lt;|user|&gt;</code>7</span><span><code>short</code>101</span><b><code>answer </code>8</b><b><code>short</code>101</b>",
+        "<i>&lt;|user|&gt;</i><span>long...</span><i> […60 tokens…] </i><span>...</span><b>answer long</b>",
         "source math. raysvc show --row 0:0:5 prints its text, which is not in this page.",
         "1 of 1", "source row 7quarantinedhelloraysvc show --source-row 7hello\ntoo odd",
     ]  # fmt: skip
@@ -274,8 +308,8 @@ def test_a_page_without_room_for_all_texts_has_the_longest_the_shortest_and_the_
 ) -> None:
     room = {
         "LISTED": most,
-        "LEAST_BROWSED": 2,
-        "BROWSED_TOKENS": 0,
+        "LEAST_HELD": 2,
+        "HELD_TOKENS": 0,
         "ENDS": 2,
         "OF_A_SOURCE": 1,
         "READ_TOKENS": 99,
@@ -295,16 +329,89 @@ def test_a_page_without_room_for_all_texts_has_the_longest_the_shortest_and_the_
     assert list(found.row_ids) == rows.tolist() if most > 3 else 5 <= len(found.row_ids) <= 10 < len(rows)
     assert list(found.trained) == [sum(masks[row]) for row in found.row_ids]
     assert list(found.lengths) == [len(masks[row]) for row in found.row_ids]
-    told = sorted(len(masks[row]) for row in found.texts)
+    bounds = dict(zip(found.row_ids, itertools.pairwise(offsets_of(found.kept).tolist()), strict=True))
+    held = [row for row, (start, stop) in bounds.items() if start < stop]
+    told = sorted(len(masks[row]) for row in held)
     assert (told[:2], told[-2:]) == (sorted(lengths.tolist())[:2], sorted(lengths.tolist())[-2:])
-    assert int(rows[5]) in found.texts
-    assert len(found.texts) <= 10
-    for row, one in found.texts.items():
-        assert [id_ if id_ >= 0 else -id_ - 1 for id_ in one.ids] == entry.row(row)["input_ids"]
-        assert [int(id_ < 0) for id_ in one.ids] == masks[row]
-        assert {str(entry.tokenizer.decode([id_])) for id_ in entry.row(row)["input_ids"]} <= set(
-            found.pieces.values()
-        )
+    assert int(rows[5]) in held
+    assert len(held) <= 10
+    for row in held:
+        cells = slice(*bounds[row])
+        assert found.ids[cells].tolist() == entry.row(row)["input_ids"]
+        assert found.hits[cells].tolist() == [bool(hit) for hit in masks[row]]
+    assert set(found.pieces) == set(found.ids.tolist())
+    assert found.special == {
+        token for token in found.pieces if entry.tokenizer.added_tokens_decoder.get(token)
+    }
+
+
+def test_a_small_source_has_rows_with_their_text_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HELD_TOKENS": 0, "LEAST_HELD": 10, "ENDS": 1, "OF_A_SOURCE": 3}.items():
+        monkeypatch.setattr(f"raysvc.report.browsed_rows.{name}", value)
+    source = np.repeat([0, 1], [1000, 5])
+    rows = source_base(source) + np.arange(1005)
+    entry: Any = SimpleNamespace(sources=("large", "small"))
+    kept = kept_tokens(entry, rows, np.arange(1005, dtype=np.int32) % 50 + 3, {int(rows[7]): 1.0})
+    assert kept[7] == 10, "the one of the highest loss, whole"
+    assert ((kept[source == 1] > 0).sum(), (kept > 0).sum() < 20) == (3, True)
+
+
+SAY_TEXTS = """<script>addEventListener("load", async () => {
+  await browsed;
+  const order = document.getElementById("order"); order.value = "entry"; order.dispatchEvent(new Event("input"));
+  for (const row of document.querySelectorAll("#rows > details")) {
+    row.open = true; await new Promise((done) => row.addEventListener("toggle", () => setTimeout(done), { once: true }));
+  }
+  const said = [...document.querySelectorAll("#rows .row")].map((one) => [one.textContent, [...one.querySelectorAll("b")].map((each) => each.textContent).join("")]);
+  document.body.append(Object.assign(document.createElement("p"), { id: "seen", textContent: JSON.stringify(said) }));
+});</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("end", [2048, 4])
+def test_the_text_of_rows_in_a_browser_is_what_their_tokenizer_decodes(
+    end: int, tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysvc.report.browsed_rows.END_TOKENS", end)
+    texts = [
+        "plain",
+        "ünïcödé 👩‍👩‍👧 𝄞 <b>&amp;",
+        "\ufeffmark",
+        "日本語のテキスト" * 30,
+        "".join(map(chr, range(33, 600))),
+    ]
+    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": f"{one}?"}] for one in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    job = load_job(
+        {
+            "source": {"path": str(tmp_path / "rows.jsonl")},
+            "tokenizer": sample["tokenizer"],
+            "cache": {"root": str(tmp_path / "cache")},
+            "trainer": {"run_dir": str(tmp_path / "run")},
+        }
+    )
+    entry = raysvc.tokenize(job)
+    page = tmp_path / "report.html"
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(gather(job, entry)))
+    page.write_text(text.replace("</body>", SAY_TEXTS))
+    dom, said = browse_page(page, tmp_path, 1280)
+    assert "CONSOLE" not in said
+    expected = []
+    for row_id in entry.row_ids().tolist():
+        row = entry.row(row_id)
+        ids, mask = row["input_ids"], row["loss_mask"]
+        decode = entry.tokenizer.decode
+        trained = decode([token for token, hit in zip(ids, mask, strict=True) if hit])
+        if len(ids) > 2 * end:
+            gap = f" […{len(ids) - 2 * end:,} tokens…] "
+            expected.append([decode(ids[:end]) + gap + decode(ids[-end:]), None])
+        else:
+            expected.append([decode(ids), trained])
+    found = re.search(r'id="seen">(.*)</p>', dom, re.DOTALL)
+    assert found is not None, said
+    shown = json.loads(html.unescape(found[1]))
+    assert [one for one, _ in shown] == [one for one, _ in expected]
+    assert end == 4 or shown == expected
 
 
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
