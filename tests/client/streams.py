@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -72,6 +73,21 @@ def falls_to(limit: int, count: Callable[[], int], within_s: float = 20.0) -> bo
     while count() > limit and time.monotonic() < until:
         time.sleep(0.05)
     return count() <= limit
+
+
+def actor_pids(name: str) -> set[int]:
+    """Processes of this session's Ray that are actors of a class; those that end while one looks are left out."""
+    from contextlib import suppress
+
+    import psutil
+
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.Error):
+            is_one = (process.info["cmdline"] or [""])[0].startswith(f"ray::{name}")
+            if is_one and process.environ().get("HOME") == os.environ["HOME"]:
+                found.add(process.pid)
+    return found
 
 
 def num_refs() -> int:
