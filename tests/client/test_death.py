@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.streams import actor_pids
+
 pytestmark = pytest.mark.ray
 Served = Callable[..., Any]
 HERE = Path(__file__).parent
@@ -44,10 +46,8 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
 ) -> None:
     import raysvc
 
-    uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 2, "pad_to_multiple": 8192}
-    serve("calm", sources=[uri], plan=plan)
-    with raysvc.attach("calm", look_ahead_steps=0) as client:
-        expected = streams.take(client)
+    uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 10, "pad_to_multiple": 8192}
+    deaths = 1 if point == "idle" else 2
     server = serve(f"killed-{point}", sources=[uri], plan=plan)
     threads, refs, got, pids = streams.threads(), streams.num_refs(), {}, set()
     with raysvc.attach(f"killed-{point}", look_ahead_steps=1) as client:
@@ -59,16 +59,20 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
                 pids.add(kill_server(server))
             client.commit(step.index)
             del step
-        assert client.frontier == 8
-    assert got == expected
+            if len(got) >= 8 and len(pids) == deaths:
+                break
+        assert client.frontier == len(got)
     facts = stats(server)
     assert facts["pid"] not in pids
-    assert len(pids) == (1 if point == "idle" else 2)
-    assert (facts["frontier"], facts["holder"], facts["fence"]) == (8, None, 1), (
+    assert len(pids) == deaths
+    assert (facts["frontier"], facts["holder"], facts["fence"]) == (len(got), None, 1), (
         "the lease outlived the process"
     )
     assert streams.threads() <= threads
     assert streams.falls_to(refs, streams.num_refs)
+    serve("calm", sources=[uri], plan=plan)
+    with raysvc.attach("calm", look_ahead_steps=0) as client:
+        assert got == streams.take(client, stop=len(got))
 
 
 def kill_while_collating(server: Any, step: Any, pids: set[int], point: str) -> None:
@@ -76,7 +80,7 @@ def kill_while_collating(server: Any, step: Any, pids: set[int], point: str) -> 
         return
     begin = time.monotonic()
     while not (facts := stats(server))["collating"]:
-        if time.monotonic() - begin > 3:  # it was faster than we: the next one is caught, or the assert tells
+        if time.monotonic() - begin > 1:  # it was faster than we: one of the next 38 is caught
             return
     os.kill(facts["pid"], signal.SIGKILL)
     pids.add(facts["pid"])
@@ -95,7 +99,7 @@ def test_a_trainer_killed_at_four_points_ends_with_the_rows_of_one_that_was_not(
 
     def run(name: str, checkpoint: str, *death: str) -> int:
         command = [sys.executable, str(HERE / "death_trainer.py"), address, name, str(tmp_path / checkpoint)]
-        return subprocess.run([*command, *death], check=False, timeout=100).returncode
+        return subprocess.run([*command, *death], check=False, timeout=280).returncode
 
     assert run("undisturbed", "calm.json") == 0
     expected = json.loads((tmp_path / "calm.json").read_text())["applied"]
@@ -131,11 +135,18 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     raysvc.train(job("unharmed"))
     rows = tmp_path / "harmed" / "rows.jsonl"
     before = worker_pids()
-    killer = threading.Thread(target=kill_one_worker, args=(rows, before))
-    killer.start()
+    killed: list[int] = []
+
+    def kill_a_worker_after_five_steps() -> bool:
+        """Called by the run after each step; says that it is to go on."""
+        if not killed and rows.exists() and rows.read_bytes().count(b"\n") >= 5:
+            killed.append(min(worker_pids() - before))
+            os.kill(killed[0], signal.SIGKILL)
+        return False
+
     with pytest.raises(WorkerFailed):
-        raysvc.train(job("harmed"))
-    killer.join()
+        raysvc.train(job("harmed"), should_stop=kill_a_worker_after_five_steps)
+    assert killed
     assert "harmed" not in server_names(), "what the run started ended with it"
     summary = raysvc.train(job("harmed"))
     assert summary["resumed_from"] in (4, 8, 12)
@@ -144,20 +155,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
 
 def worker_pids() -> set[int]:
     """Processes of this machine that are workers of ours."""
-    import psutil
-
-    return {
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if (process.info["cmdline"] or [""])[0].startswith("ray::CausalLMWorker")
-        and process.environ().get("HOME") == os.environ["HOME"]
-    }
-
-
-def kill_one_worker(rows: Path, before: set[int]) -> None:
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 5:
-        time.sleep(0.002)
-    os.kill(min(worker_pids() - before), signal.SIGKILL)
+    return actor_pids("CausalLMWorker")
 
 
 NODE = """
@@ -166,7 +164,7 @@ from ray.cluster_utils import Cluster
 import ray
 
 quick = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
-         "health_check_timeout_ms": 500, "health_check_failure_threshold": 4}
+         "health_check_timeout_ms": 5000, "health_check_failure_threshold": 4}
 store = {"object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **store})
 first = cluster.add_node(num_cpus=1, labels={"ray.io/market-type": "spot"}, **store)
@@ -212,7 +210,7 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
     )
     done = subprocess.run(
         [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],
-        capture_output=True, text=True, check=False, timeout=110,
+        capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
