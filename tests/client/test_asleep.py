@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.streams import actor_pids
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 Served = Callable[..., Any]
 HERE = Path(__file__).parent
@@ -56,8 +58,18 @@ def stopped(process: subprocess.Popen[bytes]) -> None:
     begin = time.monotonic()
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert process.poll() is None
-        assert time.monotonic() - begin < 90
+        assert time.monotonic() - begin < 110
         time.sleep(0.05)
+
+
+def settled_frontier(server: Any) -> int:
+    """The frontier, once what was sent to the server has arrived: it is the same for a second."""
+    seen, since_s = stats(server)["frontier"], time.monotonic()
+    while time.monotonic() - since_s < 1.0:
+        if (now := stats(server)["frontier"]) != seen:
+            seen, since_s = now, time.monotonic()
+        time.sleep(0.05)
+    return int(seen)
 
 
 @pytest.mark.parametrize("where", ["posix", "s3"])
@@ -78,19 +90,17 @@ def test_a_trainer_that_wakes_after_its_successor_came_touches_nothing(
     server = serve(name, num_rows=64, lease_ttl_s=LEASE_S, **fields)
     sleeper = trainer(name, str(tmp_path / "saved"), f"{point}:5", "SIGSTOP")
     stopped(sleeper)
-    begin = time.monotonic()
+    loaded = json.loads((tmp_path / "saved").read_text())["data"]["frontier"]
     successor = trainer(name, str(tmp_path / "saved"), "fetched:9", "SIGSTOP")
     stopped(successor)
-    took_s = time.monotonic() - begin
-    time.sleep(1.0)  # what it had sent before it fell asleep arrives
-    before, frontier = (tmp_path / "saved").read_bytes(), stats(server)["frontier"]
-    assert 6 <= frontier <= 9, "commits are sent beside the loop: the last ones sleep too"
+    before, frontier = (tmp_path / "saved").read_bytes(), settled_frontier(server)
+    assert loaded <= frontier <= 9, "commits are sent beside the loop: the last ones sleep too"
     sleeper.send_signal(signal.SIGCONT)
     _, said = sleeper.communicate(timeout=60)
     assert sleeper.returncode != 0
     assert b"FencedError" in said, said[-2000:]
     assert (tmp_path / "saved").read_bytes() == before
-    assert stats(server)["frontier"] == frontier
+    assert settled_frontier(server) == frontier
     successor.send_signal(signal.SIGCONT)
     _, said = successor.communicate(timeout=90)
     assert successor.returncode == 0, said[-2000:]
@@ -99,7 +109,6 @@ def test_a_trainer_that_wakes_after_its_successor_came_touches_nothing(
     assert steps == sorted(steps)
     assert sorted(set(steps)) == list(range(24)), "each step once"
     assert len(steps) == 2 * 24, "two mini-batches a step"
-    assert took_s < 60
 
 
 def test_a_server_that_slept_beyond_the_lease_keeps_its_trainer(serve: Served, streams: Any) -> None:
@@ -185,9 +194,9 @@ def test_a_second_rollout_server_on_a_run_folder_is_refused_by_name_and_changes_
     assert {path: path.read_bytes() for path in before} == before
     assert raysvc.rollouts("first").put_groups(raysvc.Group("b", [[2, 5]], [[0, 1]])).new == 1
     stop_server("first")
-    begin = time.monotonic()
+    signs = [path.name for path in (tmp_path / "server" / "owners").iterdir() if path.suffix != ".json"]
+    assert signs == [], "a server that was stopped gave its folder back, and the next one need not wait"
     raysvc.serve_rollouts("second", **fields)
-    assert time.monotonic() - begin < 20, "a server that was stopped gave its folder back"
     assert raysvc.rollouts("second").stats()["sequences"] == 3
     stop_server("second")
 
@@ -267,16 +276,12 @@ def test_a_collator_that_slept_keeps_its_trainer_waiting_and_no_byte_changes(
     serve("calm-collators", sources=[uri])
     with raysvc.attach("calm-collators") as client:
         expected = streams.take(client, stop=12)
+    known = actor_pids("Collator")
     serve("asleep-collators", sources=[uri], collators=2, lease_ttl_s=LEASE_S)
     with raysvc.attach("asleep-collators", look_ahead_steps=2) as client:
         got = streams.take(client, stop=4)
-        collators = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if (process.info["cmdline"] or [""])[0].startswith("ray::Collator")
-            and process.environ().get("HOME") == os.environ["HOME"]
-        ]
-        assert len(collators) == 2
+        collators = [psutil.Process(pid) for pid in actor_pids("Collator") - known]
+        assert len(collators) == 2, "both have made steps"
         waking = threading.Timer(
             3 * LEASE_S, lambda: [each.send_signal(signal.SIGCONT) for each in collators]
         )
