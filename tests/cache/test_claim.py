@@ -40,11 +40,17 @@ def open_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs of life that are due ten times a second."""
+    """Signs of life that are due ten times a second; who lives may be late with them on a busy machine."""
     monkeypatch.setattr(claims, "BEAT_S", 0.1)
-    monkeypatch.setattr(claims, "GONE_AFTER_S", 0.6)
+    monkeypatch.setattr(claims, "GONE_AFTER_S", 60.0)
     monkeypatch.setattr(claims, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(claims, "ENDING_S", 0.2)
+
+
+@pytest.fixture
+def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which nobody waits for an owner that lives."""
+    monkeypatch.setattr(claims, "GONE_AFTER_S", 0.6)
 
 
 @pytest.fixture
@@ -81,13 +87,13 @@ def test_an_owner_that_gave_the_folder_back_is_followed_at_once(owners: Callable
     first.claim.release()
     begin = time.monotonic()
     assert owners("second").create("b", b"2")
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < claims.GONE_AFTER_S / 2
     with pytest.raises(FolderLost, match="given back"):
         first.write("c", b"3")
 
 
 def test_an_owner_that_slept_changes_nothing_and_learns_it_at_its_next_write(
-    owners: Callable[..., OwnedStore], open_folder: Open
+    owners: Callable[..., OwnedStore], open_folder: Open, soon_gone: None
 ) -> None:
     first = owners("first")
     assert first.create("1", b"of the first")
@@ -105,7 +111,7 @@ def test_an_owner_that_slept_changes_nothing_and_learns_it_at_its_next_write(
 
 
 def test_the_sleeper_that_wakes_in_the_middle_of_a_write_is_told_and_changes_no_file_of_its_successor(
-    owners: Callable[..., OwnedStore], open_folder: Open
+    owners: Callable[..., OwnedStore], open_folder: Open, soon_gone: None
 ) -> None:
     first = owners("first")
     first.claim.take()
@@ -177,8 +183,11 @@ def test_old_signs_do_not_pile_up(owners: Callable[..., OwnedStore], open_folder
     assert len(names) <= 4
 
 
-def test_a_folder_that_is_moved_or_deleted_under_its_owner_is_noticed(tmp_path: Path) -> None:
+def test_a_folder_that_is_moved_or_deleted_under_its_owner_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "folder"
+    monkeypatch.setattr(claims, "BEAT_S", 60.0)  # a sign that is on its way would make the old path again
     mine = OwnedStore(open_store(str(path)), Claim(open_store(str(path)), Owner("trainer", "a", place="a")))
     mine.write("x", b"")
     path.rename(tmp_path / "elsewhere")
@@ -186,6 +195,7 @@ def test_a_folder_that_is_moved_or_deleted_under_its_owner_is_noticed(tmp_path: 
         with pytest.raises(FolderLost, match="moved or deleted"):
             mine.write("y", b"")
         assert not path.exists(), "nothing is written at the old path"
+    monkeypatch.setattr(claims, "BEAT_S", 0.1)
     other = Claim(open_store(str(path)), Owner("trainer", "b", place="b"))
     assert other.take() == 1
     with pytest.raises(FolderLost, match="moved"):
@@ -199,7 +209,11 @@ def test_a_folder_that_is_moved_or_deleted_under_its_owner_is_noticed(tmp_path: 
     mine.claim.release()
 
 
-def test_an_owner_whose_record_is_removed_learns_it_and_does_not_write_beside_another(tmp_path: Path) -> None:
+def test_an_owner_whose_record_is_removed_learns_it_and_does_not_write_beside_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_S", 60.0)  # a sign on its way would outlive those that are removed
+
     def owner(name: str) -> OwnedStore:
         return OwnedStore(
             open_store(str(tmp_path)), Claim(open_store(str(tmp_path)), Owner("server", name, place=name))
@@ -255,5 +269,5 @@ def test_a_claim_that_nobody_refers_to_leaves_no_thread(tmp_path: Path) -> None:
     assert len(beating) == 1
     del claim
     for thread in beating:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
