@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,31 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_receipts, "MOST_LOOK_S", 0.004)
 
 
+class Clock:
+    """The time of who waits for slices: it passes only while they sleep, and then happens what is due."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.due: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        now = [one for one in self.due if one[0] <= self.now_s]
+        for one in now:
+            self.due.remove(one)
+            one[1]()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(slice_receipts, "time", clock)
+    return clock
+
+
 @settings(max_examples=15)
 @given(SLICES, st.sampled_from(["rows", "turns"]), st.data())
 def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
@@ -190,7 +215,7 @@ def test_texts_are_whole_and_as_wide_as_the_longest_of_their_mini_batch(tmp_path
     assert len(widths) > 1
 
 
-def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> None:
+def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path, clock: Clock) -> None:
     source = Source(tmp_path, [[1] * 8] * 6)
     config = PlanConfig(batch_size=4, shuffle="window(1)")
     source.build(5)
@@ -198,11 +223,12 @@ def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> No
     finished_order = stream._opened().plan.order.needs_from(0, 0)[0].tolist()
     first = finished_order[0]
     assert stream.is_there(0) == (first == 5)
-    threading.Timer(0.3, source.build, (first,)).start()
+    assert first != 5
+    clock.due.append((0.3, lambda: source.build(first)))
     info, _ = stream.make(0, (1,))
-    assert (0.1 < info.build_s < 5) == (first != 5)
+    assert 0.3 <= info.build_s <= 0.3 + slice_receipts.MOST_LOOK_S
     assert stream.is_there(0)
-    assert stream.make(1, (1,))[0].build_s < 0.1
+    assert stream.make(1, (1,))[0].build_s == 0
     last = stream.schedule.num_steps - 1
     assert stream.is_there(last) == (finished_order[-1] == 5)
 
@@ -216,7 +242,7 @@ def test_a_step_whose_rows_were_all_left_out_waits_for_no_other_slice(tmp_path: 
     made: list[Any] = []
     thread = threading.Thread(target=lambda: made.append(stream.make(order.index(1), (1,))), daemon=True)
     thread.start()
-    thread.join(10.0)
+    thread.join(60.0)
     [(info, _)] = made
     assert [mini.row_ids.tolist() for mini in info.mini_batches] == [[]]
     source.build(0)
@@ -304,34 +330,19 @@ def receipts_of(source: Source) -> SliceReceipts:
 
 
 def test_who_waits_long_says_for_what_and_how_far_the_build_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slice_receipts, "REPORT_EVERY_S", 0.02)
     source = Source(tmp_path, [[1] * 4] * 3)
     source.build(1)
-    receipts, seen = receipts_of(source), threading.Event()
+    receipts = receipts_of(source)
     assert receipts.has([1])
-
-    def build() -> None:
-        seen.wait(30)
-        source.build(2)
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.set()
-
-    handler, builder = Told(), threading.Thread(target=build)
-    slice_receipts.log.addHandler(handler)
-    builder.start()
-    try:
-        assert receipts.wait_for([1, 2]) > 0.02
-    finally:
-        slice_receipts.log.removeHandler(handler)
-        builder.join()
-    told = next(said.getMessage() for said in caplog.records if said.name == slice_receipts.log.name)
-    assert told.startswith(
-        f"waiting for=slices 1, 2 of={source.writer().folder} since=0s finished=1/3; if none"
-    )
+    clock.due.append((12.0, lambda: source.build(2)))
+    assert receipts.wait_for([1, 2]) == pytest.approx(12.0, abs=0.01)
+    told = [said.getMessage() for said in caplog.records if said.name == slice_receipts.log.name]
+    since = ["5", "10"]
+    assert [text.partition(" finished=1/3; if none")[0] for text in told] == [
+        f"waiting for=slices 1, 2 of={source.writer().folder} since={each}s" for each in since
+    ]
 
 
 def test_receipts_and_parts_that_are_damaged_or_gone_are_passed_over(tmp_path: Path) -> None:
@@ -411,7 +422,7 @@ def test_a_wait_for_builders_that_are_gone_ends_with_an_error(tmp_path, monkeypa
         held.release()
 
 
-def test_a_wait_goes_on_while_a_builder_holds_the_entry(tmp_path, monkeypatch):
+def test_a_wait_goes_on_while_a_builder_holds_the_entry(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(slice_receipts, "GIVE_UP_S", 0.1)
     asked: list[bool] = []
     real = slice_receipts.is_being_built
@@ -419,10 +430,8 @@ def test_a_wait_goes_on_while_a_builder_holds_the_entry(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     receipts = SliceReceipts(store, KEY, [3], ["x"])
     with Hold(store, KEY, builder()):
-        ended = threading.Timer(1.0, receipts.fail, ["ended by the test"])
-        ended.start()
+        clock.due.append((1.0, lambda: receipts.fail("ended by the test")))
         with pytest.raises(EntryError, match="ended by the test"):
             receipts.wait_for([0])
-        ended.join()
-    assert asked
+    assert len(asked) == 9
     assert all(asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from raysvc.errors import EntryError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.state import PlanState
 
-from .test_growing_entry import SLICES, Source, digests
+from .test_growing_entry import SLICES, Clock, Source, digests
 
 
 class Mixed:
@@ -129,7 +130,10 @@ def test_steps_of_a_mixture_that_grows_are_those_of_the_finished_one(
             assert digests(streams[0], step) == digests(streams[1], step)
 
 
-def test_a_step_waits_for_its_own_slices_of_each_source(tmp_path: Path) -> None:
+def test_a_step_waits_for_its_own_slices_of_each_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_receipts, "time", clock := Clock())
     sources = [Source(tmp_path, [[1] * 4] * 3) for _ in range(2)]
     mixed = Mixed(sources, ["window(1)"] * 2, [(0, (12, 12))])
     stream = mixed.stream(PlanConfig(batch_size=4), growing=True)
@@ -144,9 +148,8 @@ def test_a_step_waits_for_its_own_slices_of_each_source(tmp_path: Path) -> None:
     assert [stream.is_there(step) for step in range(len(needs))] == [set(one) <= there for one in needs]
     step = next(step for step, need in enumerate(needs) if not set(need) <= there)
     missing = [one for one in needs[step] if one not in there]
-    for number, index in missing:
-        threading.Timer(0.2, sources[number].build, (index,)).start()
-    assert stream.wait_for(step) > 0.1
+    clock.due += [(0.2, partial(sources[number].build, index)) for number, index in missing]
+    assert 0.2 <= stream.wait_for(step) <= 0.2 + slice_receipts.MOST_LOOK_S
     assert stream.is_there(step)
 
 
