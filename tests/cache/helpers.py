@@ -60,7 +60,7 @@ def build(store: Store, slices: list[pa.Table] | None = None, recipe: dict = REC
     return writer.commit(receipts, recipe, {"rows": sum(table.num_rows for table in slices)})
 
 
-def wait_until_unused(root: str | Path | Store, within_s: float = 20.0) -> None:
+def wait_until_unused(root: str | Path | Store, within_s: float = 60.0) -> None:
     """Return once no entry under `root` is marked as used; a thread ends the marks of readers that are let go of."""
     store = open_store(str(root)) if isinstance(root, str | Path) else root
     until = time.monotonic() + within_s

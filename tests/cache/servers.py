@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,17 +89,26 @@ class Misbehaviour:
         return False
 
 
+MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
 @contextmanager
 def moto_server() -> Iterator[S3]:
-    """moto on a free port, with one bucket; killed by its handle."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """moto on a port that it takes itself, with one bucket; ends with this process."""
+    command = [sys.executable, "-c", MOTO]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert server.stdout is not None
     try:
-        _wait_for(port, server)
-        s3 = S3(f"http://127.0.0.1:{port}")
+        s3 = S3(f"http://127.0.0.1:{int(server.stdout.readline())}")
         s3.store()._fs().mkdir(BUCKET)
         yield s3
     finally:
@@ -119,17 +125,6 @@ def given_server() -> S3 | None:
     with contextlib.suppress(FileExistsError):
         server.store()._fs().mkdir(BUCKET)
     return server
-
-
-def _wait_for(port: int, server: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 30
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError("moto_server did not come up in 30 s")
 
 
 @contextmanager
@@ -165,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(self.how.status, {}, b"<Error><Code>%s</Code></Error>" % code.encode())
         dropped = {name.lower() for name in self.how.drop_headers}
         headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
-        connection = http.client.HTTPConnection(self.upstream, timeout=30)
+        connection = http.client.HTTPConnection(self.upstream, timeout=100)
         connection.request(self.command, self.path, body, headers)
         response = connection.getresponse()
         data = response.read()

@@ -79,8 +79,9 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 def wait_for_no_use(root: Root) -> None:
     """A thread ends the mark of a command that has read the entry."""
-    until = time.monotonic() + 20.0
-    while any(name.startswith("use-") for name in root.store.list(root.key)) and time.monotonic() < until:
+    until = time.monotonic() + 60.0
+    while any(name.startswith("use-") for name in root.store.list(root.key)):
+        assert time.monotonic() < until
         time.sleep(0.01)
 
 

@@ -465,7 +465,7 @@ class TestRemote:
         assert node_copies() is node_copies()
 
 
-def _wait_until(condition, timeout_s: float = 10.0) -> None:
+def _wait_until(condition, timeout_s: float = 60.0) -> None:
     import time
 
     deadline = time.monotonic() + timeout_s

@@ -440,7 +440,7 @@ class TestLooking:
         assert {one.folder: one.state for one in list_entries(Locked(store.root))} == {bad: "unreadable"}
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
