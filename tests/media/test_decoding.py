@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ def test_rows_that_are_decoded_at_once_stay_within_the_budget(monkeypatch: pytes
     one, photo = image(60, 44), jpeg(60, 44)
     monkeypatch.setattr(decoding, "_budget", Budget(2 * memory_of([one])))
     guard, at_once, most = threading.Lock(), 0, 0
+    two = threading.Barrier(2)
 
     def work() -> None:
         nonlocal at_once, most
@@ -34,7 +34,7 @@ def test_rows_that_are_decoded_at_once_stay_within_the_budget(monkeypatch: pytes
             with guard:
                 at_once += 1
                 most = max(most, at_once)
-            time.sleep(0.02)
+            two.wait(60)
             with guard:
                 at_once -= 1
 

@@ -86,18 +86,20 @@ def taken(fetched: bytes | Exception = b"", **options: object) -> tuple[MediaDes
 
 
 class SlowStore(PosixStore):
-    """Takes a moment to write, counts who writes at once, and fails for one path."""
+    """Has the first five writers wait for each other, counts who writes at once, and fails for one path."""
 
     broken = ""
-    guard = threading.Lock()  # of the two counts
+    changed = threading.Condition()  # of the two counts
     writing = most = 0
 
     def create(self, path: str, data: bytes) -> bool:
-        with self.guard:
+        with self.changed:
             SlowStore.writing += 1
             SlowStore.most = max(self.most, self.writing)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: SlowStore.most > 4, 60)
         time.sleep(0.05)
-        with self.guard:
+        with self.changed:
             SlowStore.writing -= 1
         if self.broken and path.endswith(self.broken):
             raise StoreError(self.url, "the disk is full", "free some")

@@ -78,7 +78,7 @@ def bytes_of_parts(entry: raysvc.CacheEntry) -> list[bytes]:
 
 def test_a_small_source_is_tokenized_without_ray(tmp_path: Path, sample: dict[str, str]) -> None:
     process = start(TOKENIZE, write_job(tmp_path, sample))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert json.loads(out)["ray"] == []
 
@@ -108,7 +108,7 @@ def test_two_processes_make_each_slice_once(tmp_path: Path, sample: dict[str, st
     assert first.stdin is not None
     first.stdin.write("\n")  # the second one may wait for it by now, or come later: both end in one entry
     first.stdin.flush()
-    results = [process.communicate(timeout=60) for process in (first, second)]
+    results = [process.communicate(timeout=110) for process in (first, second)]
     uris = {json.loads(out.splitlines()[-1])["uri"] for out, _ in results}
     (uri,) = uris
     assert len(parts_of(uri)) == len(raysvc.open_cache(uri).entries[0].manifest.parts)
@@ -125,12 +125,12 @@ def test_a_builder_that_is_stopped_is_not_waited_for_and_may_wake_and_end(
     first.send_signal(signal.SIGSTOP)
     try:
         soon = "from raysvc.pipelines import local_build; local_build.ASLEEP_S = 1.0\n"
-        out, err = start(soon + TOKENIZE, job).communicate(timeout=60)
+        out, err = start(soon + TOKENIZE, job).communicate(timeout=110)
         uri = json.loads(out.splitlines()[-1])["uri"]
         built = bytes_of_parts(raysvc.open_cache(uri))
     finally:
         first.send_signal(signal.SIGCONT)
-    out, err = first.communicate("\n", timeout=60)
+    out, err = first.communicate("\n", timeout=110)
     assert json.loads(out.splitlines()[-1])["uri"] == uri, err
     assert bytes_of_parts(raysvc.open_cache(uri)) == built
     assert raysvc.open_cache(uri).entries[0].verify() == []
@@ -154,11 +154,11 @@ def test_a_process_that_waits_goes_on_where_a_killed_one_stopped(
     found: list[raysvc.CacheEntry] = []
     second = threading.Thread(target=lambda: found.append(raysvc.tokenize(job, progress=progress)))
     second.start()
-    assert waiting.wait(30)
+    assert waiting.wait(100)
     made = {path.name for path in (tmp_path / "cache").glob("*/part-*.arrow")}
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    second.join(60)
+    second.join(100)
     names = {part.name for part in found[0].entries[0].manifest.parts}
     assert len(made) == 3
     assert made <= names, "finished slices are not made again"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,11 +117,12 @@ def test_a_builder_that_answers_at_once_and_has_nothing_does_not_keep_the_caller
 
 
 PLACED = """
-import json
+import json, os, sys, threading, time
 from ray.cluster_utils import Cluster
 import ray
-from raysvc.pipelines.shared_build import SharedTask, shared_receipts
+from raysvc.pipelines.shared_build import SharedTask, builds_in_progress, shared_receipts
 
+seen = sys.argv[1]
 store = {"object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {"raysvc-pool": "gpu"}, **store})
 cluster.add_node(num_cpus=1, labels={"ray.io/market-type": "spot"}, **store)
@@ -128,17 +130,17 @@ cluster.add_node(num_cpus=1, labels={"raysvc-pool": "data", "here": "yes"}, **st
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 
 def node(uri):
-    from raysvc.pipelines.shared_build import builds_in_progress
-    import time
+    mark = seen + uri.replace("/", "-")
     def receipts():
-        time.sleep(3)
+        while not os.path.exists(mark):
+            time.sleep(0.1)
         return iter(())
     follow = shared_receipts(SharedTask(uri, 1, receipts))
-    import threading
     thread = threading.Thread(target=lambda: list(follow))
     thread.start()
     while not (facts := builds_in_progress()):
         time.sleep(0.1)
+    open(mark, "w").close()
     thread.join()
     (labels,) = [n["Labels"] for n in ray.nodes() if n["NodeID"] == facts[0]["node"]]
     return {k: v for k, v in labels.items() if k in ("raysvc-pool", "ray.io/market-type", "here")}
@@ -150,10 +152,9 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_a_builder_keeps_off_nodes_that_go_and_nodes_of_trainers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PLACED], capture_output=True, text=True, timeout=110, check=False
-    )
+def test_a_builder_keeps_off_nodes_that_go_and_nodes_of_trainers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PLACED, str(tmp_path / "seen")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     placed = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     assert placed == [{"raysvc-pool": "data", "here": "yes"}] * 2
