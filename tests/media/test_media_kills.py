@@ -27,7 +27,15 @@ from .rows import data_url, jpeg, openai, write_jsonl
 
 ROWS = 120
 PROGRAM = """
-import json, sys, raysvc
+import itertools, json, sys, time
+import raysvc
+from raysvc.media import media_desk
+write, written = media_desk.write_medium, itertools.count(1)
+def some(store, data):
+    while next(written) > int(sys.argv[2]):
+        time.sleep(600)
+    return write(store, data)
+media_desk.write_medium = some
 entry = raysvc.tokenize(**json.loads(sys.argv[1]))
 print(entry.uri)
 """
@@ -61,24 +69,25 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
         "cache": {"root": str(root)},
         "workers": {"slice_mb": 0.02},
     }
-    command = [sys.executable, "-c", PROGRAM, json.dumps(job)]
+
+    def command(most: int) -> list[str]:
+        """Of a build that waits for its end once it has written so many media."""
+        return [sys.executable, "-c", PROGRAM, json.dumps(job), str(most)]
+
     store, rng, kills = open_store(str(root)), random.Random(7), 0
     orphan = write_medium(store, b"of no row")
     while kills < 2:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before, end = len(media_in(root)), time.monotonic() + 120
-        more = rng.randint(5, 30)
-        while (
-            process.poll() is None
-            and len(media_in(root)) < min(before + more, ROWS - 20)
-            and time.monotonic() < end
-        ):
+        before, end = len(media_in(root)), time.monotonic() + 300
+        more = rng.randint(15, 40)
+        process = subprocess.Popen(command(more), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(media_in(root)) < before + more and time.monotonic() < end:
             if any(root.glob("*/use-*.json")):
                 collect_garbage(
                     store, beside=remove_media, grace_s=0.0
                 )  # it must leave a build alone that runs
             time.sleep(0.02)
         assert process.poll() is None, "the build ended before it was killed"
+        assert len(media_in(root)) == before + more
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert orphan in media_in(root), "a build was running whenever gc looked"
@@ -88,7 +97,7 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
         assert named
         orphan = write_medium(store, b"of no row either")
         kills += 1
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command(ROWS + 1), capture_output=True, text=True, check=True)
     uri = done.stdout.strip().splitlines()[-1]
     entry_folder = uri.rpartition("/")[2]
     as_if_hours_had_passed(root)
