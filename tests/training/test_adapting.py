@@ -98,7 +98,7 @@ def planted_in(minis: list[list[int]]) -> int:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_planted_source_is_starved_and_kills_change_no_row(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:

@@ -89,7 +89,8 @@ def kinds(folder: Path) -> dict[str, Path]:
     for path in sorted((*folder.glob("cache/**/*"), *folder.glob("run/**/*"))):
         name = re.sub(r"[0-9a-f]{16,}|\d+", "#", path.name)
         inside = {"checkpoints", "model"} & set(path.relative_to(folder).parts)
-        if path.is_file() and not inside:
+        passing = path.name.startswith("use")  # a thread may put it there, or away
+        if not (passing or inside) and path.is_file():
             found.setdefault(
                 name if len(path.parts) - len(folder.parts) < 4 else f"{path.parent.name}/{name}", path
             )

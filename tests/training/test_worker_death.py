@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def started(arguments: list[str], err: int) -> subprocess.Popen[str]:
@@ -28,12 +29,12 @@ def worker_pids(run: subprocess.Popen[str]) -> list[int]:
     """Its workers, which are processes of the Ray that it started."""
     import psutil
 
-    children = psutil.Process(run.pid).children(recursive=True)
-    return [
-        each.pid
-        for each in children
-        if each.is_running() and "ray::CausalLMWorker" in " ".join(each.cmdline())
-    ]
+    found = []
+    for each in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker of Ray may end at any time
+            if "ray::CausalLMWorker" in " ".join(each.cmdline()):
+                found.append(each.pid)
+    return found
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -53,11 +54,11 @@ def test_the_last_line_says_what_died_where_and_which_command_goes_on(
     begin = time.monotonic()
     while not rows.exists() or rows.read_bytes().count(b"\n") < 6:
         assert run.poll() is None, run.communicate()[0][-2000:]
-        assert time.monotonic() - begin < 100
+        assert time.monotonic() - begin < 300
         time.sleep(0.005)
     pid = sorted(worker_pids(run))[victim]
     os.kill(pid, signal.SIGKILL)
-    seen, _ = run.communicate(timeout=100)
+    seen, _ = run.communicate(timeout=300)
     last = seen.strip().splitlines()[-1]
     assert run.returncode == 1, "not a mistake of the user's"
     assert re.search(
@@ -67,7 +68,7 @@ def test_the_last_line_says_what_died_where_and_which_command_goes_on(
     assert again == ["raysvc", *arguments]
     assert "Traceback" not in seen
 
-    whole, err = started(again[1:], subprocess.PIPE).communicate(timeout=200)
+    whole, err = started(again[1:], subprocess.PIPE).communicate(timeout=300)
     summary = json.loads(whole.splitlines()[-1])
     assert summary["resumed_from"] >= 4, err[-1000:]
     assert summary["steps"] == rows.read_bytes().count(b"\n") == 90
