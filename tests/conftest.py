@@ -18,6 +18,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.patience import wait_longer_for_nodes
+
 # an example may take long beside other processes: a test that fails then has found nothing
 settings.register_profile("raysvc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("raysvc")
@@ -33,6 +35,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
 # Three test processes and their Rays share one machine: what the others hold is no reason to kill a worker of this one.
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - that is its name
+# On a busy machine a worker needs more than the 60 s, and a head more than the 30 s, that Ray gives it.
+os.environ["RAY_worker_register_timeout_seconds"] = "300"  # noqa: SIM112
+os.environ["RAY_gcs_server_port_wait_time_s"] = "100"  # noqa: SIM112
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("RAYSVC_CACHE_DIR", None)
 
@@ -115,24 +120,18 @@ def ray_session() -> Iterator[None]:
     import ray
     from ray._private.node import Node
 
+    wait_longer_for_nodes()
     with pytest.MonkeyPatch.context() as patch:
         for unused in ("start_log_monitor", "start_monitor"):
             patch.setattr(Node, unused, lambda _: None)
-        for left in (2, 1, 0):  # on a busy machine a node may not be up in the 30 s that Ray gives it
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=4,
-                    include_dashboard=False,
-                    object_store_memory=200 * 2**20,
-                    logging_level="ERROR",
-                    log_to_driver=False,
-                )
-                break
-            except Exception:  # Ray's own, bare
-                if not left:
-                    raise
-                ray.shutdown()
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 

@@ -89,6 +89,7 @@ class Place:
 CLUSTER = """
 import json, ray
 from ray.cluster_utils import Cluster
+from tests.patience import wait_longer_for_nodes
 from raysvc.actors.dispatch.worker_places import start_groups
 from raysvc.actors.placement import GroupNeed
 from raysvc.errors import ConfigError
@@ -96,6 +97,7 @@ from tests.actors.ranks import tiny_spec
 from tests.actors.test_placement import Place
 
 store = {"object_store_memory": 80 * 2**20}
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
 for _ in range(2):
     cluster.add_node(num_cpus=4, num_gpus=2, **store)
@@ -104,7 +106,7 @@ half, whole = GroupNeed(2, 0.5, 0.5), GroupNeed(1, 0.5, 1)
 needs = {"policy": half, "ref": half, "critic": whole}
 specs = {name: tiny_spec() for name in needs}
 placed = start_groups(specs, needs, [{"policy", "ref"}], worker=Place)
-where = {name: ray.get([w.where.remote() for w in own], timeout=100) for name, own in placed.workers.items()}
+where = {name: ray.get([w.where.remote() for w in own], timeout=280) for name, own in placed.workers.items()}
 try:
     start_groups(specs, {**needs, "critic": GroupNeed(3, 0.5, 1)}, [{"policy", "ref"}], worker=Place)
 except ConfigError as error:
@@ -118,6 +120,7 @@ cluster.shutdown()
 TRAIN = """
 import json, sys, ray
 from ray.cluster_utils import Cluster
+from tests.patience import wait_longer_for_nodes
 
 import raysvc
 from raysvc.actors.launch import stop_server
@@ -125,6 +128,7 @@ from raysvc.errors import ConfigError
 
 job, folder = json.loads(sys.argv[1]), sys.argv[2]
 store = {"object_store_memory": 80 * 2**20}
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
 for _ in range(2):
     cluster.add_node(num_cpus=2, num_gpus=2, **store)
@@ -176,12 +180,14 @@ SERVERS = """
 import json, sys, time, ray
 from concurrent.futures import ThreadPoolExecutor
 from ray.cluster_utils import Cluster
+from tests.patience import wait_longer_for_nodes
 
 import raysvc
 from raysvc.errors import ConfigError
 
 folder = sys.argv[1]
 store = {"object_store_memory": 80 * 2**20}
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
 cluster.add_node(num_cpus=2, **store)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -212,7 +218,7 @@ with ThreadPoolExecutor(1) as pool:
     while not any(each["State"] == "PENDING_CREATION" for each in ray._private.state.actors().values()):
         time.sleep(0.05)
     cluster.add_node(num_cpus=3, **store)
-    told["grown"] = grown.result(100).name
+    told["grown"] = grown.result(280).name
 for name in raysvc.actors.launch.server_names():
     raysvc.actors.launch.stop_server(name)
 print(json.dumps(told))
@@ -230,7 +236,7 @@ def on_a_cluster(script: str, *arguments: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -239,7 +245,7 @@ def on_a_cluster(script: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_has_its_workers_packed_on_parts_of_gpus_and_its_server_where_it_was_asked_for(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:

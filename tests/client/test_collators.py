@@ -183,7 +183,7 @@ def test_a_fenced_trainer_gets_nothing_from_its_collators(serve: Served) -> None
         refs = old._connection.fetch_step(1, old._roles, 2)
         for ref in refs:
             with pytest.raises(ray.exceptions.RayTaskError) as refused:
-                ray.get(ref, timeout=30)
+                ray.get(ref, timeout=100)
             assert isinstance(refused.value.cause, FencedError)
         assert new.fetch(1).index == 1
     with pytest.raises(FencedError):
@@ -272,10 +272,12 @@ CLUSTER = """
 import json, sys, time
 from ray.cluster_utils import Cluster
 import ray
+from tests.patience import wait_longer_for_nodes
 
 quick = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
          "health_check_timeout_ms": 5000, "health_check_failure_threshold": 4}
 store = {"object_store_memory": 80 * 2**20}
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **store})
 first = cluster.add_node(num_cpus=2, **store)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -378,14 +380,15 @@ def run_on_nodes(program: str, entry: str, folder: Path, **plan: Any) -> tuple[d
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", program, spec.model_dump_json(), str(HERE)],
-        capture_output=True, text=True, check=False, timeout=280,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True, text=True, check=False, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))), spec
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_lost_shard_is_made_again_after_the_collator_that_made_it_has_ended(
     entry: Callable[..., str], tmp_path: Path, streams: Any
 ) -> None:

@@ -162,10 +162,12 @@ NODE = """
 import json, sys
 from ray.cluster_utils import Cluster
 import ray
+from tests.patience import wait_longer_for_nodes
 
 quick = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
          "health_check_timeout_ms": 5000, "health_check_failure_threshold": 4}
 store = {"object_store_memory": 80 * 2**20}
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **store})
 first = cluster.add_node(num_cpus=1, labels={"ray.io/market-type": "spot"}, **store)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -210,6 +212,7 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
     )
     done = subprocess.run(
         [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
         capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -233,7 +236,7 @@ def test_an_attached_trainer_says_once_that_its_server_has_ended(
     heart.join(1.0)
     assert heart.is_alive(), "a server that restarts is waited for"
     ray.kill(server, no_restart=True)
-    heart.join(30.0)
+    heart.join(100.0)
     assert not heart.is_alive()
     ours = [said.getMessage() for said in caplog.records if said.name == "raysvc.client.connection"]
     assert ours[-1] == "server has ended name=ended fence=1"

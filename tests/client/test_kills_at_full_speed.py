@@ -95,7 +95,7 @@ def train_under_kills(
             killer.step()
             if killer.finished.is_set():
                 break
-        killer.join(60)
+        killer.join(200)
         assert client.frontier == expected
     assert killer.done == kills
     facts = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
@@ -136,7 +136,9 @@ def test_fifty_kills_of_the_server_under_a_rank(
 FAILING_RPCS = """
 import json, sys
 import ray
+from tests.patience import wait_longer_for_nodes
 
+wait_longer_for_nodes()
 ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20,
          logging_level="ERROR", log_to_driver=False)
 
@@ -173,8 +175,8 @@ def test_lost_requests_and_lost_answers_of_actor_calls_change_nothing(
     faults = {"CoreWorkerService.grpc_client.PushTask": FAULTS}
     done = subprocess.run(
         [sys.executable, "-c", FAILING_RPCS, spec.model_dump_json()],
-        env={**os.environ, "RAY_testing_rpc_failure": json.dumps(faults), **NO_WAIT},
-        capture_output=True, text=True, check=False, timeout=110,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_testing_rpc_failure": json.dumps(faults), **NO_WAIT},
+        capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

@@ -18,6 +18,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.patience import wait_longer_for_nodes
+
 STORE = 80 << 20
 JOIN = """
 mount -t tmpfs raysvc-test "$1" || exit 7
@@ -60,7 +62,7 @@ def by_cli(job: dict[str, Any], path: str, address: str) -> dict[str, Any]:
     """What a terminal shows of a build."""
     Path(path).write_text(json.dumps(job))
     command = [sys.executable, "-m", "raysvc.cli", "tokenize", "-c", path, "--address", address]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     return {"code": done.returncode, "lines": (done.stdout + done.stderr).splitlines()}
 
 
@@ -82,12 +84,13 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
     shutil.copy(rows, f"{shared}/rows.jsonl")
     shutil.copytree(tokenizer, f"{own}/tokenizer")
     shutil.copytree(tokenizer, f"{shared}/tokenizer")
+    wait_longer_for_nodes()
     head = {"num_cpus": 1, "object_store_memory": STORE, "labels": {"zone": "near"}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     node = join(own, cluster.address)
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while len([one for one in ray.nodes() if one["Alive"]]) < 2 and time.monotonic() < until:
             time.sleep(0.1)
 
@@ -117,6 +120,7 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         told["labels"] = refusal(
             raysvc.tokenize, {**job(), "workers": {"min": 2, "label_selector": {"zone": "mars"}}}
         )
+        told["built"] = sorted(str(path) for path in Path(folder).rglob("*.arrow"))
         told["shared"] = refusal(raysvc.tokenize, job())
         save_model(f"{own}/model")
         enriched = {"enrich": {"ref_logprobs": {"model": f"{own}/model"}}}
@@ -130,6 +134,9 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         from raysvc.job.job_file import load_job
         from raysvc.nodes.job_nodes import ready_to_train
 
+        task = ray.remote(num_cpus=1)(lambda: None)
+        ray.get([task.remote() for _ in range(2)])
+        told["task"] = refusal(ray.get, [task.remote() for _ in range(2)])
         told["warm"] = refusal(ready_to_train, load_job(job()))
         return told
     finally:
