@@ -91,7 +91,7 @@ class Ranks:
         ]
         pending = list(calls)
         while pending:  # the first failure, at once: the other ranks would wait for it
-            done, pending = ray.wait(pending, timeout=100)
+            done, pending = ray.wait(pending, timeout=280)
             assert done, f"{len(pending)} ranks hang"
             ray.get(done)
         return list(ray.get(calls))

@@ -347,15 +347,18 @@ def test_a_call_after_one_in_which_a_rank_raised_and_others_wait_for_it_fails_wi
         begin = time.monotonic()
         with pytest.raises(WorkerFailed, match=r"rank 1 .*a bad row .*ranks \[0, 2\] still wait"):
             ask()
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
     monkeypatch.undo()  # now they may take their time
     (tmp_path / "all").touch()
     assert len(meeting.gather("pid", meeting.call("pid"))) == 3, "when all are through, the group goes on"
 
 
 def test_of_a_death_and_the_lost_connections_that_it_causes_the_death_is_told_with_process_and_node(
-    meeting: Any,
+    meeting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        "raysvc.actors.dispatch.worker_group.SETTLE_S", 60.0
+    )  # a death is seen late on a busy machine
     pids = meeting.gather("pid", meeting.call("pid"))
     with pytest.raises(WorkerFailed, match=rf"rank 2 failed in drop: its process {pids[2]} on node \S+ died"):
         meeting.gather("drop", meeting.call("drop", 2))

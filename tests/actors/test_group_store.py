@@ -232,12 +232,12 @@ def test_telling_a_version_does_not_walk_the_steps_that_are_trained(tmp_path: Pa
     num = 200_000
     pool.load({step: [(f"g{step}", 0)] for step in range(num)}, 0, set(), {})
     pool.told, pool.reached = [(num, num)], num
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for _ in range(200):
         pool.set_version(pool.version + 1, num + 1 + pool.version - num)
         pool.capacity(num)
         pool.trained(num)
-    per_call_ms = (time.perf_counter() - begin) / 600 * 1e3
+    per_call_ms = (time.thread_time() - begin) / 600 * 1e3
     assert per_call_ms < 1, f"{per_call_ms:.2f} ms; a walk over all steps takes 20 and more"
 
 
@@ -405,7 +405,7 @@ def test_appends_that_wait_together_are_written_together_and_in_order() -> None:
 
     def write(items: list[int]) -> None:
         if not written:
-            gate.wait(10)
+            gate.wait(60)
         written.append(list(items))
         items.clear()
 
@@ -423,7 +423,7 @@ def test_appends_that_wait_together_are_written_together_and_in_order() -> None:
         thread.start()
     gate.set()
     for thread in (first, *waiting):
-        thread.join(10)
+        thread.join(60)
     assert written == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
 
 
@@ -456,20 +456,20 @@ def test_nobody_who_asks_waits_for_a_slow_store(tmp_path: Path, monkeypatch: pyt
 
     def held(self: PosixStore, staged: str, path: str) -> bool:
         begun.set()
-        ended.append(slow.wait(20))
+        ended.append(slow.wait(100))
         return publish(self, staged, path)
 
     monkeypatch.setattr(PosixStore, "_publish", held)
     putting = threading.Thread(target=put, args=(rollouts, group(1)))
     putting.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     for _ in range(100):
         with rollouts.store.changed:
             rollouts.pool.capacity(0)
         rollouts.store.renew("me")
     assert not ended, "the store holds the write"
     slow.set()
-    putting.join(10)
+    putting.join(60)
 
 
 def test_many_small_puts_at_once_share_writes_and_each_is_there(tmp_path: Path) -> None:

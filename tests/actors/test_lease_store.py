@@ -106,7 +106,7 @@ def test_a_commit_is_durable_within_a_second_and_a_journal_that_failed_is_tried_
     fence = attach(leases, "a")
     leases.commit(fence, 3, 0, moves=0, skipped=False)
     assert not leases.is_flushed
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not leases.is_flushed or failures:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -121,7 +121,10 @@ def test_ranks_that_attach_together_share_writes_of_the_journal(tmp_path: Path) 
 
     def slow(name: str) -> None:
         writes.append(name)
-        time.sleep(0.05)
+        until = time.monotonic() + 60  # the first write takes until all ranks wait for one
+        while sum(bool(seat.holder) for seat in leases.leases.of_reader("").seats) < 32:
+            assert time.monotonic() < until
+            time.sleep(0.005)
 
     Hooked(journal, slow)
     leases = LeaseStore(Leases("s"), 30.0, "one", journal)

@@ -178,7 +178,7 @@ def test_only_the_newest_checkpoints_stay_and_a_torn_one_goes(tmp_path: Path) ->
 def test_a_run_killed_at_any_point_of_saving_goes_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
     script = Path(__file__).with_name("saving.py")
     command = [sys.executable, str(script), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     *deaths, end = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(deaths) == 5

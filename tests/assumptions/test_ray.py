@@ -13,7 +13,7 @@ def said_of(need: dict[str, float], selector: dict[str, str]) -> str:
     group = placement_group([need], bundle_label_selector=[selector])
     try:
         facts: dict[str, Any] = {}
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             facts = placement_group_table(group)
             if facts["state"] == "CREATED" or facts["stats"]["scheduling_state"] not in ("QUEUED", "UNKNOWN"):
@@ -37,7 +37,7 @@ def test_a_placement_group_tells_what_no_node_can_ever_hold_from_what_none_holds
     assert said_of({"memory": 1.0}, {"zone": "mars"}) == "INFEASIBLE"
     total = ray.nodes()[0]["Resources"]["CPU"]
     all_of_it = placement_group([{"CPU": total}])
-    ray.get(all_of_it.ready(), timeout=30)
+    ray.get(all_of_it.ready(), timeout=100)
     try:
         assert said_of({"CPU": total}, {"ray.io/node-id": node}) == "NO_RESOURCES"
     finally:

@@ -67,7 +67,7 @@ def threads() -> set[str]:
     return names - {"raysvc-holds", "raysvc-ray-start"}
 
 
-def falls_to(limit: int, count: Callable[[], int], within_s: float = 20.0) -> bool:
+def falls_to(limit: int, count: Callable[[], int], within_s: float = 60.0) -> bool:
     """Whether a count is at most `limit` soon: Ray gives up what it holds for a call when the call has ended."""
     until = time.monotonic() + within_s
     while count() > limit and time.monotonic() < until:

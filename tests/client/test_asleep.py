@@ -21,7 +21,7 @@ import pytest
 
 from tests.client.streams import actor_pids
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 Served = Callable[..., Any]
 HERE = Path(__file__).parent
 LEASE_S = 3.0
@@ -58,7 +58,7 @@ def stopped(process: subprocess.Popen[bytes]) -> None:
     begin = time.monotonic()
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert process.poll() is None
-        assert time.monotonic() - begin < 110
+        assert time.monotonic() - begin < 280
         time.sleep(0.05)
 
 
@@ -96,13 +96,13 @@ def test_a_trainer_that_wakes_after_its_successor_came_touches_nothing(
     before, frontier = (tmp_path / "saved").read_bytes(), settled_frontier(server)
     assert loaded <= frontier <= 9, "commits are sent beside the loop: the last ones sleep too"
     sleeper.send_signal(signal.SIGCONT)
-    _, said = sleeper.communicate(timeout=60)
+    _, said = sleeper.communicate(timeout=200)
     assert sleeper.returncode != 0
     assert b"FencedError" in said, said[-2000:]
     assert (tmp_path / "saved").read_bytes() == before
     assert settled_frontier(server) == frontier
     successor.send_signal(signal.SIGCONT)
-    _, said = successor.communicate(timeout=90)
+    _, said = successor.communicate(timeout=280)
     assert successor.returncode == 0, said[-2000:]
     saved = json.loads((tmp_path / "saved").read_text())
     steps = [step for step, _ in saved["applied"]]
@@ -162,7 +162,7 @@ def test_a_producer_that_slept_through_its_reservations_puts_each_group_once(
             group = raysvc.Group(f"p{number}", [[number, 5, 6], [number, 7]], [[0, 1, 1], [0, 1]])
             assert other.put_groups(group).new == 1
         sleeper.send_signal(signal.SIGCONT)
-        out, _ = sleeper.communicate(timeout=60)
+        out, _ = sleeper.communicate(timeout=200)
         assert sleeper.returncode == 0
         assert out.count(b"new=0") == 2, out
         assert other.stats()["sequences"] == 4
@@ -236,13 +236,13 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
         stopped(sleeper)  # type: ignore[arg-type]
         begin = time.monotonic()
 
-        def ask_for_30_s() -> None:
-            while time.monotonic() - begin < 30:
+        def ask_until_it_is_told() -> None:
+            while time.monotonic() - begin < 100:
                 first.peek(0)
                 time.sleep(0.05)
 
         with pytest.raises(RankLost, match="rank 1"):
-            ask_for_30_s()
+            ask_until_it_is_told()
         with pytest.raises(RankLost):
             first.detach()
         second = [
@@ -255,7 +255,7 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
             for rank, step in zip(second, next(both), strict=True):
                 rank.commit(step.index)
         sleeper.send_signal(signal.SIGCONT)
-        out, _ = sleeper.communicate(timeout=60)
+        out, _ = sleeper.communicate(timeout=200)
         assert out.split() == ["ready", "FencedError", "FencedError", "FencedError"]
         for rank in second:
             rank.detach()

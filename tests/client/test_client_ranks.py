@@ -92,7 +92,7 @@ def eventually_frontier(server: Any, frontier: int) -> None:
 
     begin = time.monotonic()
     while stats(server)["frontier"] != frontier:
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 100
 
 
 def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_ranks(plain: Any) -> None:

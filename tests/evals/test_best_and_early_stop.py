@@ -24,7 +24,7 @@ from raysvc.training.export import export
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_job import job_of_run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def rising_job(folder: Path, sample: dict[str, str], name: str, **trainer: Any) -> Path:

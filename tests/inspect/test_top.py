@@ -218,7 +218,7 @@ def seen(name: str) -> dict[str, Any]:
 
 
 def eventually(look: Callable[[], dict[str, Any]], good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 100
     while not good(found := look()):
         assert time.monotonic() < until, found
         time.sleep(0.2)
@@ -245,6 +245,6 @@ top(address=None, interval=1.0, count=None, web={"--web" in kind}, port=0, as_js
         command = [sys.executable, "-c", script, address]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         cluster.accept()[0].close()
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=200)
     assert (process.returncode, said) == ("--json" in kind, f"the cluster at {address} has ended\n")
     assert out.startswith("http://") if kind == ("--web",) else out == ""

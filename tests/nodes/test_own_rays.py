@@ -96,7 +96,7 @@ def test_a_ray_that_does_not_let_one_in_is_given_up_in_time_and_says_nothing(
     monkeypatch.setattr(own_rays, "JOIN", "import sys\nprint('a line of Ray', file=sys.stderr)\n" + script)
     begin = time.monotonic()
     assert own_rays.found_by_ray(answer_s=0.5) is None
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 55, "the script itself sleeps for a minute"
     assert capfd.readouterr() == ("", "")
 
 
@@ -125,8 +125,10 @@ def test_the_ray_of_a_run_is_met_without_an_address_while_another_one_runs(tmp_p
         assert run.stdout is not None
         address = run.stdout.readline().strip()
         ask = "from raysvc.inspect.servers import join_cluster\njoin_cluster(None)\nimport ray\nprint(ray.get_runtime_context().gcs_address)"
-        met = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env, timeout=90)
+        met = subprocess.run(
+            [sys.executable, "-c", ask], capture_output=True, text=True, env=env, timeout=200
+        )
         assert met.stdout.strip() == address, met.stderr
     finally:
-        run.communicate("\n", timeout=60)
+        run.communicate("\n", timeout=200)
     assert list((tmp_path / f"raysvc-{os.getuid()}" / "rays").iterdir()) == []

@@ -102,7 +102,7 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
                 kills += 1
     assert kills == 2
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
         assert not thread.is_alive(), "it hears that the prompts have ended"
     answers = [float(2 * n) for n in range(10) if n]
     assert sorted(rewards) == sorted([*answers, *answers])
@@ -134,7 +134,7 @@ def test_the_last_step_of_a_stream_is_short_or_left_out_and_a_server_without_pro
             rewards.append(sorted(float(each) for shard in shards for each in shard.arrays["reward"] if each))
             client.commit(step.index)
             client.set_weight_version(step.index + 1)
-        thread.join(30)
+        thread.join(100)
     trained = sorted(reward for step in rewards for reward in step)  # that of prompt 0 is 0
     if tail == "pad":
         assert len(rewards) == 2

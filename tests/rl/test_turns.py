@@ -269,7 +269,7 @@ def test_a_group_that_two_threads_look_at_is_counted_once(
     both = threading.Barrier(2)
 
     def looked(rows: TurnRows) -> Turns:
-        both.wait(10)
+        both.wait(60)
         return find_turns(rows)
 
     monkeypatch.setattr("raysvc.actors.rollouts.turn_merger.find_turns", looked)
