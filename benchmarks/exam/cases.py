@@ -8,6 +8,7 @@
 Always true:
 - a row that came too often is repeated, one that did not come is lost; where all came as often as they should, those at another
   place are moved;
+- a row differs where its ids are not those of the source's row: cut, longer, or another row's;
 - an error that a case waits for has to come from the run that goes on, and to name rows, source or sizes;
 - a contestant whose documentation says that it has no such feature is not played.
 """
@@ -17,9 +18,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
-from table import BATCH, REJECTED, ROWS, SECOND, Played
+from table import BATCH, OPTIONS, REJECTED, ROWS, SECOND, Played
 
 ALL = tuple(range(ROWS))
 EPOCH = -(-ROWS // BATCH)  # batches
@@ -34,6 +36,7 @@ class Run:
         more: batches that are given out after it, and die.
         numbers: of the rows that lie in the source.
         options: that are not `OPTIONS`.
+        memory_mb: that all its processes may hold together, beyond what those of the run before held at most.
     """
 
     save_after: int | None = None
@@ -41,6 +44,7 @@ class Run:
     more: int = 3
     numbers: tuple[int, ...] = ALL
     options: Mapping[str, Any] = field(default_factory=dict)
+    memory_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Lives:
     trained: list[list[list[int]]]
     last: list[Played]
     undisturbed: list[Played]
+    differ: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> list[int]:
@@ -84,6 +89,7 @@ class Score:
     repeated: int = 0
     lost: int = 0
     moved: int = 0
+    differ: int = 0
     said: str = ""
     detail: str = ""
     right: bool | None = None
@@ -93,11 +99,14 @@ class Score:
     @property
     def is_right(self) -> bool:
         return (
-            not (self.repeated or self.lost or self.moved or self.said) if self.right is None else self.right
+            not (self.repeated or self.lost or self.moved or self.differ or self.said)
+            if self.right is None
+            else self.right
         )
 
     def __str__(self) -> str:
-        counts = ((self.repeated, "repeated"), (self.lost, "lost"), (self.moved, "moved"))
+        names = ("repeated", "lost", "moved", "differ")
+        counts = [(getattr(self, name), name) for name in names]
         parts = [f"{number} {name}" for number, name in counts if number]
         return ", ".join([*([self.said] if self.said else []), *parts]) or "exact"
 
@@ -116,23 +125,27 @@ def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
     """
     world, options = case.runs[0].world, case.runs[0].options if case.alone is None else case.alone
     asked = "-".join(["alone", str(world), *(f"{name}{value}" for name, value in sorted(options.items()))])
-    place = case.name if any(run.numbers != ALL for run in case.runs) else "rows"
+    usual = "ids" if case.runs[0].options.get("ids") else "rows"
+    place = case.name if any(run.numbers != ALL for run in case.runs) else usual
     numbers = case.runs[0].numbers
     asked += f"-{len(numbers)}"
-    if case.judge is not once and asked not in known:
+    if case.judge not in (once, unchanged, streamed) and asked not in known:
         known[asked] = table.play(
-            asked, numbers, place="rows" if numbers == ALL else place, world=world, options=options
+            asked, numbers, place=usual if numbers == ALL else place, world=world, options=options
         )
     undisturbed = known.get(asked, [])
     trained: list[list[list[int]]] = []
     loads: list[Any] = []
+    differ: list[int] = []
     played = undisturbed
     for run in case.runs:
         if error := next((each.error for each in played if each.error and not each.state), None):
             return Score(said=error, right=False)
         dies = None if run.save_after is None else run.save_after + run.more
+        before_mb = max((each.total_mb or 0 for each in played), default=0)
         played = table.play(
             case.name, run.numbers, place=place, world=run.world, loads=loads, save_after=run.save_after, die_after=dies, options=run.options,
+            memory_mb=run.memory_mb and run.memory_mb + before_mb,
         )  # fmt: skip
         loads = [each.state for each in played if each.state is not None]
         if dies is not None and len(loads) < run.world:
@@ -148,7 +161,11 @@ def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
         ]  # a rank that was not there had no rows
         for rank, each in enumerate(played):
             trained[rank] = [*trained[rank], *each.batches[: run.save_after]]
-    score = case.judge(Lives(case, trained, played, undisturbed))
+            differ += _flat((each.differ or [])[: run.save_after])
+    score = case.judge(Lives(case, trained, played, undisturbed, differ))
+    score.differ = len(differ)
+    if played[0].total_mb:
+        score.detail = f"{played[0].total_mb - before_mb} MB more than with {len(numbers)} rows"
     score.seconds, score.peak_mb = played[0].first_s, played[0].peak_mb
     return score
 
@@ -176,8 +193,18 @@ def same(lives: Lives) -> Score:
     return Score(*(sum(getattr(one, name) for one in each) for name in ("repeated", "lost", "moved")))
 
 
+def same_once(lives: Lives) -> Score:
+    """As undisturbed, which has every row once an epoch: none comes again in the first half of the first one."""
+    score, early = same(lives), lives.rows[: ROWS // 2]
+    if score.is_right:
+        score = _in_any_order(ALL * OPTIONS["epochs"], lives.rows)
+    if not score.said:
+        score.repeated += len(early) - len(set(early))
+    return score
+
+
 def same_steps(lives: Lives) -> Score:
-    """Each step of all ranks together has the rows that it has in an undisturbed run, on however many ranks."""
+    """Each step of all ranks together has the rows that it has in an undisturbed run, on however many ranks, and each rank has it."""
     if failed := _failed(lives):
         return failed
     whole = _steps([each.batches for each in lives.undisturbed])
@@ -185,8 +212,11 @@ def same_steps(lives: Lives) -> Score:
     score.moved = 0
     if not (score.repeated or score.lost):
         got = _steps(lives.trained)
-        pairs = zip(got, whole, strict=False)
+        pairs = zip_longest(got, whole, fillvalue=[])
         score.moved = sum((Counter(a) - Counter(b)).total() for a, b in pairs)
+    steps = sorted({len(rank) for rank in lives.trained})
+    if len(steps) > 1:
+        score.said = f"ranks have {' and '.join(map(str, steps))} steps"
     return score
 
 
@@ -199,6 +229,29 @@ def once(lives: Lives) -> Score:
     if len(steps) > 1:
         score.said = f"ranks have {' and '.join(map(str, steps))} steps"
     return score
+
+
+def unchanged(lives: Lives) -> Score:
+    """Every row came once, with its ids."""
+    if failed := _failed(lives):
+        return failed
+    if lives.last[0].differ is None:
+        return Score(said="gave no ids", right=False)
+    return _in_any_order(ALL, lives.rows)
+
+
+def streamed(lives: Lives) -> Score:
+    """The last run gave every row once, in memory that is less than its rows."""
+    return _failed(lives) or _in_any_order(STREAM, lives.last[0].rows)
+
+
+def same_bytes(lives: Lives) -> Score:
+    """Each rank got the rows of an undisturbed run in its order, and each epoch has every row once."""
+    if failed := _failed(lives):
+        return failed
+    if lives.last[0].differ is None:
+        return Score(said="gave no ids", right=False)
+    return same_once(lives)
 
 
 def other_order(lives: Lives) -> Score:
@@ -229,8 +282,13 @@ def mixed(lives: Lives) -> Score:
 def paired(lives: Lives) -> Score:
     """As undisturbed, and each batch has both answers of each of its rows."""
     score = same(lives)
-    batches = [Counter(row % REJECTED for row in batch) for rank in lives.trained for batch in rank]
-    torn = sum(times != 2 for batch in batches for times in batch.values())
+    batches = [Counter(batch) for rank in lives.trained for batch in rank]
+    both = [
+        (batch[row], batch[row + REJECTED])
+        for batch in batches
+        for row in {each % REJECTED for each in batch}
+    ]
+    torn = sum(chosen != rejected for chosen, rejected in both)
     if not score.said and torn:
         score.said = f"{torn} pairs are torn"
     return score
@@ -270,15 +328,18 @@ ADDED = (*ALL, ROWS)
 REPLACED = tuple(row + CHANGED * (row == 101) for row in ALL)
 EVEN = tuple(range(204))  # 24 do not divide it, two and three do: nobody has to pad
 PAIRS = {"pairs": True}
-PACKED, MIXED = {"packed": True}, {"mixture": True, "limit": 40}
+SHORT, STREAM = tuple(range(512)), tuple(range(4096))  # rows of 64 KiB
+IDS = {"ids": True}
+PACKED, MIXED = {"packed": True, **IDS}, {"mixture": True, "limit": 40}
 WORKERS, ONE_EPOCH = {"workers": 2}, {"epochs": 1}
+LONG = {"long": True, "shuffle": False, **ONE_EPOCH}
 TWO, THREE = ({"batch_size": size, "epochs": 1} for size in (12, 8))
 
 CASES = (
     Case("middle", "killed in the middle of an epoch, goes on from a state three batches before", (Run(17), Run()), same),
     Case("end", "the state is that of an epoch's last batch", (Run(EPOCH), Run()), same),
     Case("twice", "dies again after it went on", (Run(9), Run(9), Run()), same),
-    Case("workers", "two processes read ahead", (Run(17, options=WORKERS), Run(options=WORKERS)), same),
+    Case("workers", "two processes read ahead", (Run(17, options=WORKERS), Run(options=WORKERS)), same_once),
     Case("ranks", "two ranks die, each goes on from its own state", (Run(9, 2), Run(None, 2)), same),
     Case("world", "dies on two ranks and goes on on three, 24 rows a step", (Run(4, 2, numbers=EVEN, options=TWO), Run(None, 3, numbers=EVEN, options=THREE)), same_steps),
     Case("uneven", "203 rows on three ranks, each row once, as many steps a rank", (Run(None, 3, options=ONE_EPOCH),), once),
@@ -286,9 +347,11 @@ CASES = (
     Case("differs", "epochs and seeds have orders of their own", (Run(options={"seed": 8}),), other_order, {}),
     Case("added", "a row is appended while it is dead", (Run(17), Run(numbers=ADDED)), noticed),
     Case("replaced", "a row that is still to come is another one when it goes on", (Run(17), Run(numbers=REPLACED)), noticed),
-    Case("packed", "rows are packed into sequences; dies, goes on", (Run(9, options=PACKED), Run(options=PACKED)), same),
+    Case("packed", "rows are packed into sequences; dies, goes on", (Run(9, options=PACKED), Run(options=PACKED)), same_bytes),
     Case("mixture", "rows from 150 on are a source of half the weight; dies, goes on", (Run(9, options=MIXED), Run(options=MIXED)),
          mixed),
     Case("pairs", "two answers of each row; a batch has both; dies, goes on", (Run(9, options=PAIRS), Run(options=PAIRS)), paired,
          unless="a row is one example"),
+    Case("bytes", "rows of 2 to 11 tokens have, in their batches, the ids of the source", (Run(options={**IDS, **ONE_EPOCH}),), unchanged),
+    Case("stream", "256 MiB of rows, read in order in 128 MiB more than 32 MiB of them need", (Run(numbers=SHORT, options=LONG, memory_mb=100_000), Run(numbers=STREAM, options=LONG, memory_mb=128)), streamed),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from table import REJECTED, SECOND
+from words import parts_of
 
 
 class Epochs:
@@ -82,9 +83,23 @@ def pairs(rows: Path) -> Path:
     return path
 
 
+def ids(rows: Path) -> list[list[int]]:
+    """Ids of the rows of a file."""
+    return [json.loads(line)["input_ids"] for line in rows.read_text().splitlines()]
+
+
 def numbers(rows: Path) -> list[int]:
     """Row numbers of a file."""
     return [json.loads(line)["row"] for line in rows.read_text().splitlines()]
+
+
+def long_rows(rows: Path) -> Iterator[Any]:
+    """Ids of the rows of a stream, an array each, read some at a time."""
+    import pyarrow.parquet as pq
+
+    for part in parts_of(rows):
+        for batch in pq.ParquetFile(part).iter_batches(64, columns=["input_ids"]):
+            yield from batch.column(0).flatten().to_numpy().reshape(len(batch), -1)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from epochs import numbers, sources
+from epochs import converted, ids, long_rows, numbers, sources
+from words import cut_all, long_number
 
 VERSION = f"grain {importlib.metadata.version('grain')}"
 PROMISE = "iterators checkpoint with get_state and set_state; random access makes resuming exact"
@@ -21,9 +22,12 @@ class Loader:
     def __init__(self, rows: Path, o: dict[str, Any]) -> None:
         import grain
 
+        if o.get("long"):
+            self.iterator = iter(self.stream(_array_records(rows), o))
+            return
         streams = []
         for path in sources(rows, o):
-            one = grain.MapDataset.source(numbers(path)).seed(o["seed"])
+            one = grain.MapDataset.source(_padded(path) if o.get("ids") else numbers(path)).seed(o["seed"])
             streams.append(one.shuffle() if o["shuffle"] else one)
         both = (
             streams[0]
@@ -37,7 +41,7 @@ class Loader:
 
         stream = data[o["rank"] :: o["world_size"]].to_iter_dataset()
         if o.get("packed"):
-            packs = stream.map(lambda row: {"ids": np.full(3 + row % 4, row + 1)})
+            packs = stream.map(lambda row: {"ids": row["ids"][: row["length"]]})
             stream = grain.experimental.FirstFitPackIterDataset(
                 packs, length_struct={"ids": 12}, num_packing_bins=4
             )
@@ -57,12 +61,36 @@ class Loader:
         self.iterator.set_state(state)
 
 
-def _rows(batch: Any) -> list[int]:
-    return (
-        list(dict.fromkeys(int(row) - 1 for row in batch["ids"].reshape(-1) if row))
-        if isinstance(batch, dict)
-        else batch.tolist()
-    )
+def _array_records(rows: Path) -> Any:
+    """Rows of a stream in the format that grain reads at random."""
+    import grain
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    with converted(rows, ".records") as (folder, is_old):
+        file = folder / "rows"
+        if is_old:
+            folder.mkdir()
+            writer = ArrayRecordWriter(str(file), "group_size:1")
+            for row in long_rows(rows):
+                writer.write(row.tobytes())
+            writer.close()
+    source = grain.sources.ArrayRecordDataSource(str(file))
+    return grain.MapDataset.source(source).map(lambda text: np.frombuffer(text, np.int32))
+
+
+def _padded(rows: Path) -> list[dict[str, Any]]:
+    """Rows of one shape: batches are made of such."""
+    width = 12
+    return [{"ids": np.pad(one, (0, width - len(one))), "length": len(one)} for one in ids(rows)]
+
+
+def _rows(batch: Any) -> list[Any]:
+    if not isinstance(batch, dict):
+        return [*map(long_number, batch)] if batch.ndim > 1 else list(batch.tolist())
+    of = batch.get("ids_segment_ids")
+    if of is None:
+        of = np.arange(batch["ids"].shape[1]) < batch["length"][:, None]
+    return cut_all(batch["ids"].tolist(), of.tolist())
 
 
 def open_loader(rows: Path, **options: Any) -> Loader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import queue
 import shutil
@@ -11,6 +10,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from epochs import ids, numbers
+from words import long_number, parts_of, tokenizer, unpad
 
 VERSION = f"transformers {importlib.metadata.version('transformers')}"
 PROMISE = "resume_from_checkpoint: skips the epochs and batches that were trained, so that training goes on where it left off"
@@ -44,21 +46,30 @@ class Loader:
 
     def make(self, rows: Path, options: dict[str, Any]) -> Any:
         import torch
-        from transformers import Trainer, TrainingArguments
+        from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
-        loader = self
+        loader, with_ids, is_long = self, self.options.get("ids", False), self.options.get("long", False)
 
         class Watched(Trainer):
             def training_step(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
-                loader.step(inputs["row"].tolist())
+                if is_long:
+                    loader.step([*map(long_number, inputs["input_ids"])])
+                else:
+                    loader.step(unpad(inputs) if with_ids else inputs["row"].tolist())
                 return super().training_step(model, inputs, *others, **more)
 
             def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
-                return model(inputs["row"].float()[:, None]).mean() * 0
+                numbers = inputs["row"] if "row" in inputs else inputs["input_ids"][:, 1]
+                return model(numbers.float()[:, None]).mean() * 0
 
-        data = [{"row": json.loads(line)["row"]} for line in rows.read_text().splitlines()]
         args = TrainingArguments(**options, remove_unused_columns=False)
+        if is_long:
+            return Watched(torch.nn.Linear(1, 1), args, train_dataset=mapped(rows))
+        data = [{"row": number} for number in numbers(rows)]
         collate = lambda some: {"row": torch.tensor([one["row"] for one in some])}  # noqa: E731
+        if with_ids:
+            data = [{"input_ids": row} for row in ids(rows)]
+            collate = DataCollatorWithPadding(tokenizer())
         return Watched(torch.nn.Linear(1, 1), args, train_dataset=data, data_collator=collate)
 
     def step(self, rows: list[int]) -> None:
@@ -97,6 +108,15 @@ class Loader:
 
     def load(self, state: Any) -> None:
         self.checkpoint = state
+
+
+def mapped(rows: Path) -> Any:
+    """Rows of a stream as a data set in a file that is mapped into memory, as its documentation says."""
+    from datasets import load_dataset
+
+    folder = str(rows.parent / "hf")
+    data = load_dataset("parquet", data_files=parts_of(rows), split="train", cache_dir=folder)
+    return data.select_columns(["input_ids"]).with_format("torch")
 
 
 def saver(loader: Loader) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from epochs import converted, numbers
+from epochs import converted, ids, long_rows, numbers
+from words import LONG, long_number
 
 VERSION = f"pylance {importlib.metadata.version('pylance')}"
 PROMISE = "samplers deal fragments or batches to ranks, randomized by a seed and an epoch"
@@ -19,6 +20,12 @@ NOT_OFFERED = dict.fromkeys(
 )
 
 
+def _record(row: Any, kind: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.RecordBatch.from_arrays([pa.FixedSizeListArray.from_arrays(row, LONG)], schema=kind)
+
+
 class Loader:
     def __init__(self, rows: Path, o: dict[str, Any]) -> None:
         import lance
@@ -26,7 +33,13 @@ class Loader:
 
         with converted(rows, ".lance") as (folder, is_old):
             if is_old:
-                lance.write_dataset(pa.table({"row": numbers(rows)}), str(folder))
+                if o.get("long"):
+                    kind = pa.schema({"row": pa.list_(pa.int32(), LONG)})
+                    some = (_record(row, kind) for row in long_rows(rows))
+                    lance.write_dataset(some, str(folder), schema=kind)
+                else:
+                    values = ids(rows) if o.get("ids") else numbers(rows)
+                    lance.write_dataset(pa.table({"row": values}), str(folder))
         self.o, self.data = o, lance.dataset(str(folder))
 
     def batches(self) -> Iterator[list[int]]:
@@ -37,8 +50,19 @@ class Loader:
         sampler = ShardedBatchSampler(o["rank"], o["world_size"], randomize=o["shuffle"], seed=o["seed"])
         for epoch in range(o["epochs"]):
             sampler.set_epoch(epoch)
-            data = LanceDataset(self.data, batch_size=o["batch_size"], columns=["row"], sampler=sampler)
+            more = (
+                {"to_tensor_fn": lambda batch, **_: batch.to_pydict()} if o.get("ids") else {}
+            )  # ragged rows
+            data = LanceDataset(
+                self.data, batch_size=o["batch_size"], columns=["row"], sampler=sampler, **more
+            )
             for batch in data:
+                if o.get("long"):
+                    yield [*map(long_number, batch["row"] if isinstance(batch, dict) else batch)]
+                    continue
+                if more:
+                    yield batch["row"]
+                    continue
                 yield (batch["row"] if isinstance(batch, dict) else batch).reshape(-1).tolist()
 
 

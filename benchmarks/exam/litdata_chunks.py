@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from epochs import Epochs, converted, numbers, sources
+from epochs import Epochs, converted, ids, long_rows, numbers, sources
+from words import long_number, pad, unpad
 
 VERSION = f"litdata {importlib.metadata.version('litdata')}"
 PROMISE = "StreamingDataLoader keeps its state: pause and resume a stream at any time with state_dict and load_state_dict"
@@ -17,6 +19,27 @@ IMPORTS = ("torch", "litdata")
 
 def _number(row: int) -> dict[str, int]:
     return {"row": row}
+
+
+def _ids(row: list[int]) -> dict[str, Any]:
+    import torch
+
+    return {"row": torch.tensor(row)}
+
+
+def _inputs(rows: Path, o: dict[str, Any]) -> tuple[Any, list[Any]]:
+    return (_ids, ids(rows)) if o.get("ids") else (_number, numbers(rows))
+
+
+def _long(path: str) -> Iterator[dict[str, Any]]:
+    import torch
+
+    for row in long_rows(Path(path)):
+        yield {"row": torch.tensor(row)}
+
+
+def _collate(some: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad([one["row"] for one in some])
 
 
 def open_loader(rows: Path, **o: Any) -> Epochs:
@@ -31,8 +54,12 @@ def open_loader(rows: Path, **o: Any) -> Epochs:
             parts, seed=o["seed"], weights=[0.5, 0.5], iterate_over_all=False
         )
     )
-    loader = litdata.StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"])
-    return Epochs(loader, o["epochs"], lambda batch: batch["row"].tolist(), epoch_of=_epoch)
+    more = {"collate_fn": _collate} if o.get("ids") else {}
+    loader = litdata.StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"], **more)
+    if o.get("long"):
+        return Epochs(loader, 1, lambda batch: [*map(long_number, batch["row"])], epoch_of=_epoch)
+    rows_of = unpad if more else lambda batch: batch["row"].tolist()
+    return Epochs(loader, o["epochs"], rows_of, epoch_of=_epoch)
 
 
 def _stream(rows: Path, o: dict[str, Any]) -> Any:
@@ -40,9 +67,8 @@ def _stream(rows: Path, o: dict[str, Any]) -> Any:
 
     with converted(rows, ".lit") as (folder, is_old):
         if is_old:
-            litdata.optimize(
-                fn=_number, inputs=numbers(rows), output_dir=str(folder), chunk_size=32, num_workers=1
-            )
+            fn, inputs = (_long, [str(rows)]) if o.get("long") else _inputs(rows, o)
+            litdata.optimize(fn=fn, inputs=inputs, output_dir=str(folder), chunk_size=32, num_workers=1)
     return litdata.StreamingDataset(str(folder), shuffle=o["shuffle"], seed=o["seed"], drop_last=False)
 
 

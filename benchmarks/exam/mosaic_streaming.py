@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from epochs import Epochs, converted, numbers, sources
+import numpy as np
+from epochs import Epochs, converted, ids, long_rows, numbers, sources
+from words import long_number, pad, unpad
 
 VERSION = f"mosaicml-streaming {importlib.metadata.version('mosaicml-streaming')}"
 PROMISE = "elastic determinism: samples come in one order whatever the number of ranks and workers, and a run resumes within an epoch"
@@ -30,14 +33,15 @@ def open_loader(rows: Path, **o: Any) -> Epochs:
     from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    folders = []
+    folders, arrays = [], o.get("ids") or o.get("long")
     for path in sources(rows, o):
         with converted(path, ".mds") as (folder, is_old):
             folders.append(str(folder))
             if is_old:
-                with MDSWriter(out=str(folder), columns={"row": "int"}) as writer:
-                    for row in numbers(path):
-                        writer.write({"row": row})
+                column = "ndarray:int32" if arrays else "int"
+                with MDSWriter(out=str(folder), columns={"row": column}) as writer:
+                    for row in _values(path, o):
+                        writer.write({"row": np.array(row, np.int32) if arrays else row})
     if o["rank"] == 0 and o["world_size"] == 1:
         clean_stale_shared_memory()  # of a process that was killed
     mixed = len(folders) > 1
@@ -49,8 +53,17 @@ def open_loader(rows: Path, **o: Any) -> Epochs:
         batch_size=o["batch_size"],
         num_canonical_nodes=1,
     )
-    loader = StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"])
-    return Epochs(loader, o["epochs"], lambda batch: batch["row"].reshape(-1).tolist())
+    more = {"collate_fn": lambda some: pad([one["row"] for one in some])} if o.get("ids") else {}
+    loader = StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"], **more)
+    if o.get("long"):
+        return Epochs(loader, 1, lambda batch: [*map(long_number, batch["row"])])
+    return Epochs(loader, o["epochs"], unpad if more else lambda batch: batch["row"].reshape(-1).tolist())
+
+
+def _values(rows: Path, o: dict[str, Any]) -> Iterable[Any]:
+    if o.get("long"):
+        return long_rows(rows)
+    return ids(rows) if o.get("ids") else numbers(rows)
 
 
 def _without_pictures() -> None:

@@ -7,7 +7,7 @@ An adapter is a module beside this one with
 - `IMPORTS`, where it has one: what the parent imports once, so that a process begins in milliseconds;
 - `prepare()`, where it has one: what lives as long as the parent;
 - `open_loader(rows, run=, rank=, world_size=, batch_size=, epochs=, seed=, workers=, shuffle=)`, which returns an object with
-  `batches()`, an iterator over lists of row numbers; `save()`, a state after the batch that was given out last; and `load(state)`.
+  `batches()`, an iterator over lists of row numbers (with the option `ids=True`: of the ids of rows); `save()`, a state after the batch that was given out last; and `load(state)`.
 Each line read is the path of a spec, for which a child is forked; `PATH` is printed when it has ended. Each line of the child's log
 is one batch, on disk before the next one is asked for.
 """
@@ -38,6 +38,7 @@ def main(adapter: str) -> None:
     getattr(module, "prepare", lambda: None)()
     print("ready", flush=True)
     children: dict[int, str] = {}
+    watched: dict[int, Memory] = {}
     paths = os.fdopen(0, "rb", buffering=0)
     while True:
         if select.select([paths], [], [], 0.02)[0]:
@@ -49,11 +50,63 @@ def main(adapter: str) -> None:
                 os.setsid()  # with its workers, a group of its own
                 _child(module, line)
             children[pid] = line
+            if limit_mb := json.loads(Path(line).read_text())["memory_mb"]:
+                watched[pid] = Memory(limit_mb)
         for pid in list(children):
+            if pid in watched:
+                watched[pid].look(pid)
             if os.waitpid(pid, os.WNOHANG)[0]:
+                if pid in watched:
+                    watched.pop(pid).tell(Path(json.loads(Path(children[pid]).read_text())["log"]))
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # workers of one that was killed
                 print(children.pop(pid), flush=True)
+
+
+class Memory:
+    """Watches what all processes below this one hold of their own and share, five times a second; kills at a limit.
+
+    Pages of files that are mapped are not counted: the system takes them back.
+    """
+
+    def __init__(self, limit_mb: int) -> None:
+        self.limit_mb, self.most_mb, self.next_s = limit_mb, 0, 0.0
+
+    def look(self, pid: int) -> None:
+        if time.monotonic() < self.next_s:
+            return
+        self.most_mb = max(self.most_mb, sum(map(_own_kb, _below(os.getpid()))) // 1024)
+        if self.most_mb > self.limit_mb:
+            os.killpg(pid, signal.SIGKILL)
+        self.next_s = time.monotonic() + 0.2
+
+    def tell(self, log: Path) -> None:
+        said: dict[str, Any] = {"total_mb": self.most_mb}
+        if self.most_mb > self.limit_mb:
+            said["error"] = "killed: it needed more memory than the limit"
+        with log.open("a") as more:
+            print(json.dumps(said), file=more)
+
+
+def _below(pid: int) -> list[int]:
+    """A process and all that it began, and so on."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def _own_kb(pid: int) -> int:
+    """Memory of a process, where several share it its part of that."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+    return 0
 
 
 def _child(module: Any, spec_path: str) -> None:
@@ -105,7 +158,12 @@ def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
     for count, batch in enumerate(loader.batches(), 1):
         own_s = time.monotonic() - begin - imports.seconds
         first_s = {"first_s": round(own_s, 2), "import_s": round(imports.seconds, 2)} if count == 1 else {}
-        print(json.dumps({"rows": [int(row) for row in batch], **first_s}), file=log)
+        rows = (
+            {"ids": [[*map(int, row)] for row in batch]}
+            if spec["options"].get("ids")
+            else {"rows": [*map(int, batch)]}
+        )
+        print(json.dumps({**rows, **first_s}), file=log)
         if count == spec.get("save_after"):
             state = pickle.dumps(loader.save())
             Path(spec["save"]).write_bytes(state)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_alone import prepare as prepare
+from words import long_number, parts_of
 
 VERSION = f"ray {importlib.metadata.version('ray')}"
 PROMISE = (
@@ -33,9 +34,13 @@ class Loader:
         ray.init(log_to_driver=False, logging_level="ERROR")
         context = DataContext.get_current()
         context.execution_options.preserve_order, context.enable_progress_bars = True, False
+        self.name = "input_ids" if o.get("ids") else "row"
         self.o, handed = o, rows.with_suffix(f".{os.environ['MASTER_PORT']}")
         if o["rank"] == 0:
-            data = ray.data.read_json(str(rows), lines=True).select_columns(["row"])
+            if o.get("long"):
+                data = ray.data.read_parquet(parts_of(rows), columns=["input_ids"])
+            else:
+                data = ray.data.read_json(str(rows), lines=True).select_columns([self.name])
             if o["shuffle"]:
                 seed = RandomSeedConfig(seed=o["seed"], reseed_after_execution=True)
                 data = data.repartition(8).random_shuffle(seed=seed)
@@ -50,7 +55,7 @@ class Loader:
     def batches(self) -> Iterator[list[int]]:
         for _ in range(self.o["epochs"]):
             for batch in self.mine.iter_batches(batch_size=self.o["batch_size"]):
-                yield batch["row"].tolist()
+                yield [*map(long_number, batch["input_ids"])] if self.o.get("long") else [*batch[self.name]]
         if self.o["world_size"] > 1 and self.o["rank"] == 0:
             time.sleep(
                 5

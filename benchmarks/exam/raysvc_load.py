@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from words import WORDS, cut_all, long_number, parts_of
+
 import raysvc
 
 VERSION = f"raysvc {raysvc.__version__}"
@@ -17,27 +19,17 @@ OFFERS = ("pairs",)
 NOT_OFFERED = {
     "workers": "DataLoader(num_workers=) above 0 is refused by name: rows are read ahead by a thread, or by a server"
 }
-WORDS = 2000  # numbers that are words
 IMPORTS = ("torch", "transformers", "raysvc.loader")
 
 
 def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
     """The job: row numbers are words of a tokenizer of their own."""
     from epochs import converted, pairs, sources
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from words import save_tokenizer
 
     with converted(rows, ".tokenizer") as (folder, is_old):
         if is_old:
-            known = {"[UNK]": 0, "row": 1, "word": WORDS + 2, **{str(n): n + 2 for n in range(WORDS)}}
-            words = Tokenizer(WordLevel(known, unk_token="[UNK]"))
-            words.pre_tokenizer = WhitespaceSplit()
-            folder.mkdir()
-            words.save(str(folder / "tokenizer.json"))
-            (folder / "tokenizer_config.json").write_text(
-                '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[UNK]", "eos_token": "[UNK]"}'
-            )
+            save_tokenizer(folder)
     plan = {"batch_size": o["batch_size"] * o["world_size"], "micro_batch_size": 4, "epochs": o["epochs"],
             "seed": o["seed"], "shuffle": "full" if o["shuffle"] else "none"}  # fmt: skip
     if o.get("packed"):
@@ -51,7 +43,13 @@ def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
             "cache": {"root": str(rows.parent / "cache")},
             "plan": plan,
         }
-    paths = {path.stem: {"path": str(path), "format": "text"} for path in sources(rows, o)}
+    form = "pretokenized" if o.get("ids") or o.get("long") else "text"
+    if o.get("long"):
+        rows = Path(parts_of(rows)[0]).parent
+    paths = {
+        "rows" if o.get("long") else path.stem: {"path": str(path), "format": form}
+        for path in sources(rows, o)
+    }
     mixture = {"sources": {name: {"source": one, "weight": 0.5} for name, one in paths.items()}}
     return {**({"source": paths["rows"]} if len(paths) == 1 else {"mixture": mixture}), "tokenizer": {"name": str(folder)},
             "cache": {"root": str(rows.parent / "cache")}, "plan": plan}  # fmt: skip
@@ -59,16 +57,27 @@ def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
 
 class Loader:
     def __init__(self, rows: Path, o: dict[str, Any]) -> None:
+        self.with_ids, self.is_long = o.get("ids", False), o.get("long", False)
         with contextlib.redirect_stderr(io.StringIO()):
             self.loader = self.open(job_of(rows, o), o)
 
     def open(self, job: dict[str, Any], o: dict[str, Any]) -> Any:
+        if o.get("long"):
+            job["workers"] = {"max": 1}  # this process makes the entry: nobody has to start a Ray
         return raysvc.load(job, rank=o["rank"], dp_size=o["world_size"])
 
     def batches(self) -> Iterator[list[int]]:
         for step in self.loader.steps():
             self.loader.commit(step.index)
-            yield [row for shard in step.shards for row in _rows(shard.arrays["input_ids"])]
+            yield [row for shard in step.shards for row in self.rows(shard.arrays)]
+
+    def rows(self, arrays: Any) -> list[Any]:
+        if self.is_long:
+            return [*map(long_number, arrays["input_ids"])]
+        if not self.with_ids:
+            return _numbers(arrays["input_ids"])
+        of = arrays["segment_ids" if "segment_ids" in arrays else "attention_mask"]
+        return cut_all(arrays["input_ids"].tolist(), of.tolist())
 
     def save(self) -> Any:
         return self.loader.state_dict()
@@ -77,7 +86,7 @@ class Loader:
         self.loader.load_state_dict(state)
 
 
-def _rows(input_ids: Any) -> list[int]:
+def _numbers(input_ids: Any) -> list[int]:
     """Row numbers, which a word of each row says; padding has none."""
     return [int(word) - 2 for word in input_ids.reshape(-1).tolist() if 2 <= word < WORDS + 2]
 

@@ -112,13 +112,13 @@ SHORT = {
 
 
 def _marks(score: Mapping[str, Any]) -> str:
-    """A score in signs: + repeated, − lost, ~ moved."""
-    signs = (("repeated", "+"), ("lost", "−"), ("moved", "~"))
-    counts = "".join(f"{sign}{score[name]}" for name, sign in signs if score[name])
+    """A score in signs: + repeated, − lost, ~ moved, ≠ other ids; a space would count as a word of the pages."""
+    signs = (("repeated", "+"), ("lost", "−"), ("moved", "~"), ("differ", "≠"))
+    counts = "".join(f"{sign}{score[name]}" for name, sign in signs if score.get(name))
     said = next(
         (short for known, short in SHORT.items() if known in score["said"]), "fails" if score["said"] else ""
     )
-    return " ".join(part for part in (said, counts) if part) or "✓"
+    return said + counts or "✓"
 
 
 def _cell(value: Any) -> str:

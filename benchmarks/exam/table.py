@@ -2,7 +2,8 @@
 
 Always true:
 - a kill is a SIGKILL that a process sends itself after a batch, some batches after it saved its state;
-- a run without a state begins in a place of its own (`run`), and a run that goes on is told the same place.
+- a run without a state begins in a place of its own (`run`), and a run that goes on is told the same place;
+- where a contestant gives the ids of rows, a row differs where they are not those of the source's row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from words import ids_of, number_of, text_of, write_rows
+
 ROWS, BATCH = 203, 4  # a prime number of batches more or less: the last batch is short
 SECOND = 150  # rows from here on are the second source of a mixture
 REJECTED = 1000  # is added to the number of a row for the rejected answer of a pair
@@ -27,7 +30,12 @@ OPTIONS = {"batch_size": BATCH, "epochs": 2, "seed": 7, "workers": 0, "shuffle":
 
 @dataclass
 class Played:
-    """What a process left: its batches of row numbers, an error, whether it came to its end, seconds to the first batch, and memory."""
+    """What a process left: its batches of row numbers, an error, whether it came to its end, seconds to the first batch, and memory.
+
+    Attributes:
+        total_mb: what all processes of the contestant held together, those of its Ray too, where a limit was set.
+        differ: for each batch, the numbers of rows whose ids are not those of the source; None: it gives numbers alone.
+    """
 
     batches: list[list[int]] = field(default_factory=list)
     error: str | None = None
@@ -35,6 +43,8 @@ class Played:
     first_s: float | None = None
     peak_mb: int | None = None
     state: Path | None = None
+    differ: list[list[int]] | None = None
+    total_mb: int | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -48,8 +58,14 @@ def read_log(log: Path) -> Played:
         said = json.loads(line)
         if "rows" in said:
             played.batches.append(said["rows"])
+        if "ids" in said:
+            rows = [number_of(ids) for ids in said["ids"]]
+            played.batches.append(rows)
+            wrong = [row for row, ids in zip(rows, said["ids"], strict=True) if ids != ids_of(text_of(row))]
+            played.differ = [*(played.differ or []), wrong]
         played.first_s = said.get("first_s", played.first_s)
         played.error = said.get("error", played.error)
+        played.total_mb = said.get("total_mb", played.total_mb)
         played.ended, played.peak_mb = said.get("end", played.ended), said.get("peak_mb", played.peak_mb)
     return played
 
@@ -78,32 +94,30 @@ class Table:
         self._parent.wait()
         self._errors.close()
 
-    def rows_at(self, place: str, numbers: Sequence[int]) -> Path:
+    def rows_at(self, place: str, numbers: Sequence[int], o: Mapping[str, Any]) -> Path:
         """Write a source; one that changes is written again at the same place."""
-        path = self.folder / place / "rows.jsonl"
+        path = self.folder / place / ("rows.list" if o.get("long") else "rows.jsonl")
         path.parent.mkdir(exist_ok=True)
-        text = "".join(
-            json.dumps({"row": row, "text": f"row {row}" + " word" * (row % 4)}) + "\n" for row in numbers
-        )
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        write_rows(path, numbers, o.get("ids", False))
         return path
 
     def play(
         self, run: str, numbers: Sequence[int], *, place: str = "rows", world: int = 1, loads: Sequence[Path] = (),
         save_after: int | None = None, die_after: int | None = None, options: Mapping[str, Any] | None = None,
+        memory_mb: int | None = None,
     ) -> list[Played]:  # fmt: skip
         """Play all ranks at once, each from a state of its own, or all from that of rank 0 where the world is another."""
-        rows, port = self.rows_at(place, numbers), _free_port()
+        given = {**OPTIONS, **(options or {})}
+        rows, port = self.rows_at(place, numbers, given), _free_port()
         states = loads if len(loads) == world else [*loads[:1]] * world
         paths = []
         for rank in range(world):
             base = self.folder / f"{self._number:03d}"
             self._number += 1
-            known = {**OPTIONS, **(options or {}), "rank": rank, "world_size": world, "run": run}
+            known = {**given, "rank": rank, "world_size": world, "run": run}
             spec = {"rows": str(rows), "options": known, "log": f"{base}.log", "errors": f"{base}.err", "save": f"{base}.state",
                     "save_after": save_after, "die_after": die_after, "load": str(states[rank]) if states else None,
-                    "port": port}  # fmt: skip
+                    "port": port, "memory_mb": memory_mb}  # fmt: skip
             paths.append(base.with_suffix(".json"))
             paths[-1].write_text(json.dumps(spec))
             print(paths[-1], file=self._parent.stdin, flush=True)

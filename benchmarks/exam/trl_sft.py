@@ -6,8 +6,10 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
-from epochs import numbers, pairs
+from epochs import ids, numbers, pairs
 from hf_trainer import Loader as TrainerLoader
+from hf_trainer import mapped
+from words import KNOWN, LONG, WORDS, cut_all, long_number, tokenizer, unpad
 
 VERSION = f"trl {importlib.metadata.version('trl')}"
 PROMISE = "resumes as the Trainer does; packing puts rows together into sequences of max_length"
@@ -15,48 +17,55 @@ SETTINGS = "rows of 3 to 6 tokens, already tokenized; packed: packing=True, pack
 OFFERS = ("pairs",)
 NOT_OFFERED = {"mixture": "several data sets are mixed by `datasets`, before a trainer gets them"}
 IMPORTS = ("torch", "accelerate", "datasets", "trl.trainer.sft_trainer")
-WORDS = 2000
 
 
 class Loader(TrainerLoader):
     def make(self, rows: Path, options: dict[str, Any]) -> Any:
+        import torch
         from datasets import Dataset
         from transformers import LlamaConfig, LlamaForCausalLM
         from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-        loader, of_pairs = self, self.options.get("pairs", False)
+        loader, of_pairs, is_long = self, self.options.get("pairs", False), self.options.get("long", False)
 
         class Watched(DPOTrainer if of_pairs else SFTTrainer):  # type: ignore[misc]
             def training_step(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
-                words = (int(token) - 2 for token in inputs["input_ids"].reshape(-1))
-                loader.step(list(dict.fromkeys(word for word in words if 0 <= word < WORDS)))
+                loader.step(_rows(inputs, loader.options))
+                if is_long:  # rows are what is looked at, not a model's memory
+                    return torch.zeros(())
                 return super().training_step(model, inputs, *others, **more)
 
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        config, more = LlamaConfig(vocab_size=2048, attn_implementation="eager", **sizes), {}
+        config, more = LlamaConfig(vocab_size=len(KNOWN), attn_implementation="eager", **sizes), {}
         if of_pairs:
             args = DPOConfig(**options, max_length=12, bf16=False)
             more["ref_model"] = LlamaForCausalLM(config)
             data = Dataset.from_json(str(pairs(rows)), cache_dir=str(rows.parent / "hf"))
         else:
-            args = SFTConfig(**options, packing=self.options.get("packed", False), max_length=12, bf16=False)
-            data = Dataset.from_dict(
-                {"input_ids": [[number + 2] * (3 + number % 4) for number in numbers(rows)]}
-            )
+            length, packing = LONG if is_long else 12, self.options.get("packed", False)
+            args = SFTConfig(**options, packing=packing, max_length=length, bf16=False)
+            data = mapped(rows) if is_long else self.short(rows)
         model = LlamaForCausalLM(config)
-        return Watched(model, args=args, train_dataset=data, processing_class=_tokenizer(), **more)
+        return Watched(model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
+
+    def short(self, rows: Path) -> Any:
+        from datasets import Dataset
+
+        plain = [[number + 2] * (3 + number % 4) for number in numbers(rows)]
+        return Dataset.from_dict({"input_ids": ids(rows) if self.options.get("ids") else plain})
 
 
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    known = {"[UNK]": 0, "[PAD]": 1, **{str(n): n + 2 for n in range(WORDS)}, "row": WORDS + 2}
-    words = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", eos_token="[PAD]"
-    )
+def _rows(inputs: Any, o: dict[str, Any]) -> list[Any]:
+    """Row numbers, or the ids of rows: of packs, a row begins where positions are 0."""
+    if o.get("long"):
+        return [*map(long_number, inputs["input_ids"])]
+    if not o.get("ids"):
+        words = (int(token) - 2 for token in inputs["input_ids"].reshape(-1))
+        return list(dict.fromkeys(word for word in words if 0 <= word < WORDS))
+    if "position_ids" not in inputs:
+        return unpad(inputs)
+    of = (inputs["position_ids"] == 0).cumsum(-1)
+    return cut_all(inputs["input_ids"].tolist(), of.tolist())
 
 
 def open_loader(rows: Path, **options: Any) -> Loader:

@@ -33,9 +33,13 @@ class Model:
 
     def play(
         self, run: str, numbers: tuple[int, ...], *, place: str = "rows", world: int = 1, loads: Any = (),
-        save_after: int | None = None, die_after: int | None = None, options: Any = None,
+        save_after: int | None = None, die_after: int | None = None, options: Any = None, memory_mb: int | None = None,
     ) -> list[Any]:  # fmt: skip
         from table import OPTIONS, REJECTED, SECOND, Played
+
+        total_mb = len(numbers) // 8 if self.fault == "holds all rows" else 100
+        if memory_mb is not None and total_mb > memory_mb:
+            return [Played(error="killed: it needed more memory than the limit", total_mb=total_mb)]
 
         o = {**OPTIONS, **(options or {})}
         if loads and self.fault != "silent" and self.sources[loads[0]] != tuple(numbers):
@@ -49,6 +53,10 @@ class Model:
                     [row for row in order if (row >= SECOND) == later] for later in (False, True)
                 )
                 order = [both[at % len(both)] for at in range(102) for both in (first, second)][:203]
+            if (
+                "workers" in o and self.fault == "a copy of each worker"
+            ):  # in two epochs, each row comes twice
+                order = [row for row in list(numbers)[epoch::2] for _ in range(2)]
             rows.append(order)
         begin = int(loads[0].name) if loads else 0
         if begin and self.fault == "skips a row":
@@ -66,6 +74,8 @@ class Model:
             at = 0
             while at < len(order):
                 size = o["batch_size"] * world
+                if loads and self.fault == "last step in two" and len(order) - at <= size:
+                    size = -(-(len(order) - at) // 2)
                 steps.append((done + at, whole[done + at : done + min(at + size, len(order))]))
                 at += size
             done += len(order)
@@ -79,16 +89,42 @@ class Model:
                 state = Path(str(at + len(step)))
                 self.sources[state] = tuple(numbers)
             batches = [step[rank::world] for _, step in given]
+            if loads and world == 3:
+                batches = self.grown(rank, batches, order, begin)
             if self.fault == "uneven" and rank == 1:
                 batches = [*batches[:-1], *([row] for row in batches[-1])]
-            if "pairs" in o:
+            if "pairs" in o and self.fault == "one answer twice":
+                batches = [[row for row in batch for _ in range(2)] for batch in batches]
+            elif "pairs" in o:
                 torn = 101 if self.fault == "torn" else None
                 batches = [
                     [row + mate for row in batch for mate in (0, REJECTED)[: 1 if row == torn else 2]]
                     for batch in batches
                 ]
-            ranks.append(Played(batches, ended=die_after is None, state=state))
+            differ = [
+                [row for row in batch if row == 101 and self.fault == "cuts a row"] for batch in batches
+            ]
+            ranks.append(
+                Played(
+                    batches,
+                    ended=die_after is None,
+                    state=state,
+                    differ=differ if "ids" in o else None,
+                    total_mb=total_mb,
+                )
+            )
         return ranks
+
+    def grown(self, rank: int, batches: list[list[int]], order: list[int], begin: int) -> list[list[int]]:
+        """What a rank of three gives after two died, with faults that come of another number of ranks."""
+        if self.fault == "a new rank begins at the start" and rank == 2:
+            return [order[at : at + 8] for at in range(0, 8 * len(batches), 8)]
+        if self.fault == "a rank's count is everybody's":  # each of three skips what each of two had
+            mine = order[rank::3][begin // 2 :]
+            return [mine[at : at + 8] for at in range(0, len(mine), 8)]
+        if self.fault == "a new rank is idle" and rank < 2:
+            return batches
+        return batches if self.fault != "a new rank is idle" else []
 
 
 def scores_of(fault: str, *names: str) -> dict[str, str]:
@@ -122,6 +158,16 @@ def test_a_loader_without_faults_is_right_in_every_case() -> None:
         ("skips a row", "mixture", "1 lost"),
         ("one source", "mixture", "% of the rows"),
         ("torn", "pairs", "2 pairs are torn"),
+        ("one answer twice", "pairs", "406 pairs are torn"),
+        ("two swapped", "world", "exact"),
+        ("last step in two", "world", "6 moved"),
+        ("a new rank begins at the start", "world", "40 repeated, 36 lost"),
+        ("a rank's count is everybody's", "world", "48 lost"),
+        ("a new rank is idle", "world", "ranks have 4 and 9 steps"),
+        ("a copy of each worker", "workers", "50 repeated"),
+        ("cuts a row", "bytes", "1 differ"),
+        ("cuts a row", "packed", "2 differ"),
+        ("holds all rows", "stream", "killed: it needed more memory than the limit"),
         ("skips a row", "pairs", "2 lost"),
         ("uneven", "uneven", "ranks have 17 and 20 steps"),
     ],
