@@ -10,8 +10,10 @@ from pathlib import Path
 
 BENCH = Path(__file__).resolve().parents[2] / ".bench"
 TORCH = "torch==2.13.0"  # the one that is there: no other is fetched
-# skyrl names vLLM and CUDA as its needs: it is installed alone, with what its rows of text need
-ALONE = {"skyrl==0.3.0": ("skyrl-gym", "loguru", "jaxtyping", "tensordict", "omegaconf", "hydra-core", "func_timeout",
+# those that name vLLM, CUDA or pictures as their needs are installed alone, with what their rows of text need
+ALONE = {"torchtitan": ("torchdata", "tyro", "spmd_types==0.2.3", "datasets<4.8"),
+         "verl": ("torchdata", "tensordict", "omegaconf", "hydra-core", "codetiming", "pyvers"),
+         "skyrl==0.3.0": ("skyrl-gym", "loguru", "jaxtyping", "tensordict", "omegaconf", "hydra-core", "func_timeout",
                           "httpx", "pybase64", "cloudpathlib")}  # fmt: skip
 
 

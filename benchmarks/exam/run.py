@@ -28,7 +28,9 @@ HERE = Path(__file__).resolve().parent
 CONTESTANTS = {
     "raysvc_load": (),
     "raysvc_served": (),
+    "raysvc_train": (),
     "torchdata_map": ("torchdata",),
+    "torchdata_nodes": ("torchdata",),
     "datasets_stream": ("torchdata",),
     "grain_map": ("grain",),
     "grain_elastic": ("grain",),
@@ -38,6 +40,7 @@ CONTESTANTS = {
     "hf_trainer": (),
     "hf_trainer_ignore": (),
     "trl_sft": (),
+    "torchtitan_text": ("torchtitan",),
     "ray_data": (),
 }
 
