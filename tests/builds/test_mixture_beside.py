@@ -498,7 +498,7 @@ def test_workers_of_a_cluster_make_slices_of_all_sources(
 def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
-    """A slice takes its builder 0.7 s more here, so that 40 of them are in the making while 24 steps are trained."""
+    """Of 40 slices of two sources neither has all when 24 steps are trained, however slow these are: they need 13 and 7."""
     for name, count in (
         ("talk", 1200),
         ("tale", 400),
@@ -521,7 +521,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
 
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(SLOW)
+    (site / "sitecustomize.py").write_text(SLOW.replace("MOST", "15"))
     path = f"{site}:{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path}
 
