@@ -13,6 +13,7 @@ window.browsed = (async () => {
   const table = await inflated("table").json();
   const stream = new Uint8Array(await inflated("tokens").arrayBuffer());
   const page = Number(list.dataset.shown);
+  const LONG = 24; // characters that all rows of a page begin with: they tell nothing
   const figure = (value) => value.toLocaleString("en");
   const make = (tag, ...inside) => {
     const one = document.createElement(tag);
@@ -70,7 +71,13 @@ window.browsed = (async () => {
       ? ["quarantined"]
       : [`${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, ...(row.loss == null ? [] : [`loss ${row.loss.toFixed(3)}`])];
   const begin = (row) =>
-    row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").slice(0, 480).replace(/\s+/g, " ").slice(0, 120);
+    row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
+  // characters with which all of some texts begin, a system message as a rule
+  const shared = ([first = "", ...others]) => {
+    let size = 0;
+    while (size < first.length && others.every((one) => one[size] === first[size])) size++;
+    return others.length ? first.lastIndexOf(" ", size - 1) + 1 : 0;
+  };
   const command = (row) => `${table.command} ${row.why ? `--source-row ${row.shown}` : `--row ${row.id}`}`;
   const opened = (row) => {
     const where = [(table.sources.length > 1 || row.why) && row.source && `source ${row.source}`, row.steps && `trained in step ${row.steps.join(", ")}`].filter(Boolean).join("; ");
@@ -85,8 +92,8 @@ window.browsed = (async () => {
     }
     return parts;
   };
-  const drawn = (row) => {
-    const one = make("details", make("summary", ...[row.id, ...facts(row)].map((text) => make("span", text)), make("q", begin(row))));
+  const drawn = (row, text) => {
+    const one = make("details", make("summary", ...[row.id, ...facts(row)].map((fact) => make("span", fact)), make("q", text.slice(0, 120))));
     one.addEventListener("toggle", () => one.append(...opened(row)), { once: true });
     return one;
   };
@@ -113,7 +120,10 @@ window.browsed = (async () => {
   const all = (why) => (why === "*" ? Object.values(table.quarantined).reduce((sum, one) => sum + one, 0) : why ? table.quarantined[why] : table.written);
   let found = [];
   const show = (from) => {
-    list.append(...found.slice(from, from + page).map(drawn));
+    const some = found.slice(from, from + page);
+    const texts = some.map(begin);
+    const same = shared(texts);
+    list.append(...some.map((row, at) => drawn(row, same > LONG ? `…${texts[at].slice(same)}` : texts[at])));
     more.hidden = found.length <= from + page;
   };
   const choose = () => {

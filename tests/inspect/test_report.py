@@ -257,16 +257,20 @@ LOOK_IN = """
   set("find", ""); set("state", "hello"); said.push(count());
   await open(document.querySelector("#rows > details")); said.push(document.querySelector("#rows > details").textContent);
 """
+LOOK_AT_BEGINNINGS = """
+  const begins = () => [...document.querySelectorAll("#rows q")].map((one) => one.textContent).join("|");
+  said.push(begins()); set("find", "0:0:4"); said.push(begins()); set("find", "answer"); set("source", "chat"); said.push(begins());
+"""
 LOOK_ON = """
   said.push(more.hidden); more.click(); said.push(seen(), more.hidden);
   set("order", "longest"); said.push(seen(), more.hidden);
 """
 
 
-def looked_at(tmp_path: Path, script: str) -> list[str]:
+def looked_at(tmp_path: Path, script: str, of: Facts | None = None) -> list[str]:
     """What a browser's script said of the page."""
     page = tmp_path / "report.html"
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(of or facts()))
     page.write_text(text.replace("</body>", SEEN.replace("TRY", script)))
     dom, said = browse_page(page, tmp_path, 1280)
     assert "CONSOLE" not in said
@@ -291,6 +295,18 @@ def test_an_opened_row_has_tokens_ids_and_steps_or_says_what_prints_them(tmp_pat
         "<i>&lt;|user|&gt;</i><span>long...</span><i> […60 tokens…] </i><span>...</span><b>answer long</b>",
         "source math. raysvc show --row 0:0:5 prints its text, which is not in this page.",
         "1 of 1", "source row 7quarantinedhelloraysvc show --source-row 7hello\ntoo odd",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_what_all_rows_of_a_page_begin_with_is_left_out(tmp_path: Path) -> None:
+    system = "You are a helpful assistant that counts. "
+    pieces = {100: f"{system}hello".encode(), 101: f"{system}short".encode(), 102: f"{system}help".encode()}
+    rows = replace(listed(), row_ids=[9, 4, 70], pieces={**PIECES, **pieces})
+    one = f"{system}shortanswer {system}short"
+    assert looked_at(tmp_path, LOOK_AT_BEGINNINGS, replace(facts(), rows=rows))[1:] == [
+        f"…hello.....answer {system}hello|…shortanswer {system}short|…help......answer {system}help", one,
+        f"…hello.....answer {system}hello|…help......answer {system}help",
     ]  # fmt: skip
 
 
