@@ -203,7 +203,9 @@ class ReaderLease:
         known = seat.frontier or 0 if moves == seat.moves else 0
         marks = tuple(sorted({*self.skipped, step})) if skipped else self.skipped
         after = Seat(seat.holder, max(known, step + 1), moves, max(now_s, seat.seen_s))
-        return replace(self, skipped=marks, committed_by=seat.holder)._seated(rank, after)
+        is_new = (after.moves, after.frontier) != (seat.moves, seat.frontier)  # else it was sent again
+        by = seat.holder if is_new and seat.holder else self.committed_by
+        return replace(self, skipped=marks, committed_by=by)._seated(rank, after)
 
     def move(
         self, fence: int, frontier: int, rank: int, now_s: float, *, moves: int | None = None
@@ -226,7 +228,7 @@ class ReaderLease:
                 what = f"step {peer.frontier}, to which {self.mesh.name(other)} of this dp rank went"
                 raise StepOutOfOrder(self.name, frontier, what)
         after = Seat(seat.holder, frontier, number, max(now_s, seat.seen_s))
-        return replace(self, committed_by=seat.holder)._seated(rank, after)
+        return replace(self, committed_by=seat.holder or self.committed_by)._seated(rank, after)
 
     def detach(self, fence: int, rank: int) -> ReaderLease:
         """The lease after the driver, or one rank, left; the frontier stays."""

@@ -152,6 +152,15 @@ def test_who_committed_last_is_known_after_it_left_and_after_a_restart() -> None
     assert came.commit(2, 7, 0, 8.0).committed_by == "b"
 
 
+def test_a_commit_that_is_sent_again_does_not_change_who_committed_last() -> None:
+    lease = seated(seated(fresh(), "g", 0, 2), "g", 1, 2)
+    lease = lease.commit(1, 6, 0, 1.0).commit(1, 6, 1, 2.0)
+    last = lease.committed_by
+    assert lease.commit(1, 6, 0, 3.0).committed_by == last
+    assert lease.detach(1, 1).commit(1, 6, 1, 3.0).committed_by == last, "it has left, and its group goes on"
+    assert lease.detach(1, 1).move(1, 7, 1, 3.0).committed_by == last
+
+
 def test_a_record_that_does_not_say_who_committed_is_read() -> None:
     earlier = attached(fresh(), "a", 0.0).commit(1, 6, 0, 1.0).to_json(1.0)
     del earlier["committed_by"]
