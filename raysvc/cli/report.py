@@ -49,6 +49,7 @@ def _compare(config: object, others: list[str], words: list[str] | None, html: P
         render_comparison,
         rows_in_words,
     )
+    from raysvc.report.page import write_page
 
     if not isinstance(config, JobConfig):
         what = "is compared with what is not a run of raysvc train"
@@ -59,7 +60,7 @@ def _compare(config: object, others: list[str], words: list[str] | None, html: P
         raise ConfigError(word, "is no folder of a run", "name one, or leave it out")
     runs = read_runs([config.run_dir, *others])
     html.parent.mkdir(parents=True, exist_ok=True)
-    html.write_text(render_comparison(runs))
+    write_page(html, render_comparison(runs))
     figures, fields = figures_of(runs), fields_that_differ(runs)
     if as_json:
         emit({"html": str(html), "figures": figures, "fields": fields, "rows": rows_in_words(runs)})
@@ -94,7 +95,7 @@ def report(
     from raysvc.errors import ConfigError
     from raysvc.job.job_file import load_job
     from raysvc.report.facts import gather
-    from raysvc.report.page import render
+    from raysvc.report.page import render, write_page
 
     if others := further_runs(overrides):
         _compare(config, others, overrides, html, as_json)
@@ -109,11 +110,11 @@ def report(
         from raysvc.inspect.rollout_run import open_run
         from raysvc.report.rollouts_page import render_rollouts
 
-        html.write_text(render_rollouts(open_run(str(run)), decoder(tokenizer)))
+        write_page(html, render_rollouts(open_run(str(run)), decoder(tokenizer)))
     else:
         with View() as view:
             entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
-        html.write_text(render(gather(job, entry)))
+        write_page(html, render(gather(job, entry)))
     if as_json:
         emit({"html": str(html)})
     else:

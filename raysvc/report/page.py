@@ -15,6 +15,7 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from raysvc.chat.row_counts import warnings_of
@@ -80,6 +81,11 @@ def render(facts: Facts) -> str:
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
     ]
     return whole_page(facts.title, sections, figures, bool(pictures))
+
+
+def write_page(file: Path, page: str) -> None:
+    """Write a page; of a lone surrogate, which UTF-8 does not have, a question mark is left."""
+    file.write_text(page, "utf-8", errors="replace")
 
 
 def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictures: bool = False) -> str:
