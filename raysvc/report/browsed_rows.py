@@ -112,10 +112,20 @@ def browsed_rows(
 
 def _pieces(tokenizer: Any, used: Sequence[int]) -> dict[int, bytes]:
     """Bytes of text of each token; what a tokenizer without a fast backend decodes it to."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
+    from tokenizers.decoders import WordPiece
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
         return {token: str(tokenizer.decode([token])).encode() for token in used}
+    if backend.decoder is None or isinstance(backend.decoder, WordPiece):  # it puts blanks between words
+        return {token: _after_itself(tokenizer, token).encode() for token in used}
     pieces = bytes_of_tokens(tokenizer)
     return {token: pieces[token] if token < len(pieces) else b"" for token in used}
+
+
+def _after_itself(tokenizer: Any, token: int) -> str:
+    """The text of a token behind another one: ` word`, or the rest of a word."""
+    return str(tokenizer.decode([token, token])).removeprefix(str(tokenizer.decode([token])))
 
 
 def _sources(entry: CacheEntry, row_ids: Int64s) -> Int64s:

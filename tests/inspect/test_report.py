@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import raysvc
 from raysvc.collate.plan_report import plan_report
@@ -31,10 +32,10 @@ from raysvc.job.job_file import load_job
 from raysvc.plan.plan import Plan
 from raysvc.ragged import offsets_of
 from raysvc.report.browse import BrowsedRows, browse
-from raysvc.report.browsed_rows import browsed_rows, held_cells, kept_tokens, seen_rows
+from raysvc.report.browsed_rows import _pieces, browsed_rows, held_cells, kept_tokens, seen_rows
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
 from raysvc.report.facts import Facts, gather, worst_stalls
-from raysvc.report.page import render
+from raysvc.report.page import render, write_page
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
 from raysvc.row_ids import source_base
@@ -428,6 +429,24 @@ def test_the_text_of_rows_in_a_browser_is_what_their_tokenizer_decodes(
     shown = json.loads(html.unescape(found[1]))
     assert [one for one, _ in shown] == [one for one, _ in expected]
     assert end == 4 or shown == expected
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
+def test_a_tokenizer_of_words_has_the_blanks_between_them(decoder: Any) -> None:
+    backend = Tokenizer(
+        models.WordPiece({"<unk>": 0, "the": 1, "answ": 2, "##er": 3, "?": 4}, unk_token="<unk>")
+    )
+    backend.decoder = decoder
+    tokenizer, ids = PreTrainedTokenizerFast(tokenizer_object=backend), [1, 2, 3, 4, 1]
+    pieces = _pieces(tokenizer, sorted(set(ids)))
+    assert b"".join(pieces[token] for token in ids).decode() == " " + tokenizer.decode(ids)
+
+
+def test_a_lone_surrogate_in_what_a_source_says_does_not_keep_a_page_from_being_written(
+    tmp_path: Path,
+) -> None:
+    write_page(tmp_path / "page.html", render(replace(facts(), title="role \ud800")))
+    assert "role ?" in (tmp_path / "page.html").read_text()
 
 
 def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
