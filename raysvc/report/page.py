@@ -28,6 +28,7 @@ from raysvc.report.facts import Facts, plan_rows, worst_stalls
 from raysvc.report.pictures import STYLE as MEDIA_STYLE
 from raysvc.report.pictures import gallery
 from raysvc.report.run_charts import run_charts
+from raysvc.row_ids import written
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1b2430;--soft:#5b6878;--line:#d9dfe7;--back:#fff;--card:#f6f8fb;--hue:#2f6fde;--on:#127a3d;--onb:#e2f5e9}
@@ -183,7 +184,7 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
     for one in decisions:
         shares = ", ".join(f"{name} {weight:g}" for name, weight in (one["weights"] or {}).items())
         left_out = one["skip_rows"]
-        named = ", ".join(map(str, left_out[:8])) + (", …" if len(left_out) > 8 else "")
+        named = ", ".join(map(written, left_out[:8])) + (", …" if len(left_out) > 8 else "")
         rows.append(
             {
                 "from step": one["step"],

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from raysvc.inspect.row_media import ShownMedium
+from raysvc.row_ids import written
 
 MOST_PICTURES = 24
 STYLE = ".media{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:12px}"
@@ -34,5 +35,5 @@ def gallery(media: Mapping[int, Sequence[ShownMedium]]) -> str:
         return ""
     shown = found[:MOST_PICTURES]
     said = f"{len(shown)} of {len(found)} media of {len(media)} sampled rows."
-    figures = "".join(picture_figure(medium, f"row {row}: ") for row, medium in shown)
+    figures = "".join(picture_figure(medium, f"row {written(row)}: ") for row, medium in shown)
     return f"<h2>Media</h2><p>{said}</p><div class='media'>{figures}</div>"

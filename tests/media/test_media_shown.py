@@ -24,6 +24,7 @@ from raysvc.job.job_file import load_job
 from raysvc.media import decoding
 from raysvc.media.pixels import rgb
 from raysvc.report.pictures import MOST_PICTURES, gallery
+from raysvc.row_ids import source_base
 
 from .families import qwen
 from .rows import data_url, jpeg, openai, write_jsonl
@@ -142,6 +143,7 @@ def test_a_gallery_has_no_more_pictures_than_its_bound() -> None:
     assert "24 of 60 media of 20 sampled rows" in page
     assert "<b>" not in page
     assert gallery({}) == ""
+    assert "row 1:0:5: " in gallery({source_base(1) + 5: [Shown()]})  # type: ignore[list-item]
 
 
 def test_a_medium_that_is_gone_is_shown_without_a_picture(job: Path, tmp_path: Path) -> None:
