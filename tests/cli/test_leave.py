@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 OURS = """
-import atexit, contextlib, os
+import atexit, contextlib, os, time
 from raysvc.cluster import _import_ray, connect
 def judge():  # registered first, so it runs last
+    until = time.monotonic() + 30  # a killed process may take longer to end than Ray waits for it
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(0.05)
     ended = all(process.poll() is not None for process in processes)
     with contextlib.suppress(Exception):
         ray.get_actor("of a thread that goes on")

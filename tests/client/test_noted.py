@@ -226,7 +226,7 @@ def test_a_rank_that_never_commits_is_warned_once_and_one_that_commits_never(
     for step in rank.taken(WARN_AFTER_STEPS + 10):
         rank.commit(step.index)
     rank._settle()
-    assert not caplog.messages
+    assert not [message for message in caplog.messages if "no commit" in message]
     for _ in rank.taken(3 * WARN_AFTER_STEPS + 10):
         pass
     rank._settle()

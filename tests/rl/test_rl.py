@@ -236,7 +236,8 @@ def test_ranks_that_each_attach_get_the_groups_of_a_step_once_and_commit_it(
             rank.commit(step.index)
     for rank in ranks:
         rank.detach()
-    assert raysvc.attach("ranks", takeover=True).frontier == 3
+    with raysvc.attach("ranks", takeover=True) as client:
+        assert client.frontier == 3
 
 
 @pytest.mark.ray
