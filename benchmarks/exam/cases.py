@@ -258,9 +258,8 @@ def other_order(lives: Lives) -> Score:
     """Both epochs have all rows once each, in two orders, neither of which is one of the other seed's."""
     if failed := _failed(lives):
         return failed
-    orders = [
-        rows[start : start + ROWS] for rows in (lives.rows, lives.undisturbed[0].rows) for start in (0, ROWS)
-    ]
+    both = (lives.rows, lives.undisturbed[0].rows)
+    orders = [part for rows in both for part in _epochs(rows)]
     each = [_in_any_order(ALL, order) for order in orders]
     score = Score(sum(one.repeated for one in each), sum(one.lost for one in each))
     alike = len(orders) - len({tuple(order) for order in orders})
@@ -312,6 +311,12 @@ def _in_any_order(wanted: Sequence[int], got: Sequence[int]) -> Score:
     score = count(wanted, got)
     score.moved = 0
     return score
+
+
+def _epochs(rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Both epochs; where the first one is not whole, both are as short."""
+    end = ROWS if len(set(rows[:ROWS])) == ROWS else len(rows) // 2
+    return rows[:end], rows[end:]
 
 
 def _flat(batches: Sequence[Sequence[int]]) -> list[int]:

@@ -41,6 +41,8 @@ CONTESTANTS = {
     "hf_trainer_ignore": (),
     "trl_sft": (),
     "torchtitan_text": ("torchtitan",),
+    "verl_prompts": ("verl",),
+    "skyrl_prompts": ("skyrl==0.3.0",),
     "ray_data": (),
 }
 
