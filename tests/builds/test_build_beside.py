@@ -190,7 +190,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step(
 
     def run(what: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", KILLED, str(job("killed")), what]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
 
     died = run("trainer")
     assert died.returncode == -signal.SIGKILL, died.stderr

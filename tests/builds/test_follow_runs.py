@@ -91,7 +91,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step_of_a_queue_of_traces
 
     def run(path: Path, what: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", RUN, str(path), what]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
 
     died = run(job, "trainer")
     assert died.returncode == -signal.SIGKILL, died.stderr

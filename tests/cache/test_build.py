@@ -130,7 +130,7 @@ class TestKilled:
 class TestRivals:
     """Several builders of one key."""
 
-    @pytest.mark.timeout(300)  # eight processes start at once
+    @pytest.mark.timeout(600)  # eight processes start at once
     @pytest.mark.parametrize("builders", [2, pytest.param(8, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("where", ["posix", "s3"])
     def test_processes_converge_on_one_entry(self, request, tmp_path, where, builders):

@@ -14,7 +14,7 @@ import pytest
 
 from .machines import NAMESPACES
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 LAB = Path(__file__).with_name("autoscaling_lab.py")
 NETWORK = (
     "ip link set lo up; ip link add v0 type veth peer name v1; ip addr add 10.88.0.1/24 dev v0;"

@@ -12,7 +12,7 @@ import pytest
 
 from .machines import LAY, NAMESPACES
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).with_name("first_hour.py")
 ROWS = 30_000
 

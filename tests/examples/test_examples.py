@@ -12,7 +12,7 @@ import pytest
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore"),  # of other libraries
-    pytest.mark.timeout(300),  # a busy machine takes ten times as long to start processes
+    pytest.mark.timeout(600),  # a busy machine takes ten times as long to start processes
 ]
 Example = Callable[..., dict[str, Any]]
 

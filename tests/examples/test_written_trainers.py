@@ -17,7 +17,7 @@ from raysvc.cli.sample_data import chat_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of other libraries
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 

@@ -356,7 +356,7 @@ def test_two_ranks_take_the_rows_that_trl_and_accelerate_would_deal_to_them(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_processes_of_accelerate_generate_for_the_prompts_that_trl_would_take_and_train_the_same(
     ray_session: None, tmp_path: Path, sample: dict[str, str]
 ) -> None:

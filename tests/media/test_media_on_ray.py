@@ -16,7 +16,7 @@ from .rows import jpeg, openai, write_jsonl
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_workers_make_the_rows_of_one_process(tmp_path: Path, ray_session: None) -> None:
     folder, rows = idefics(tmp_path / "idefics"), []
     for number in range(24):
@@ -39,7 +39,7 @@ def test_workers_make_the_rows_of_one_process(tmp_path: Path, ray_session: None)
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Ray Data
 def test_images_as_bytes_of_a_ray_dataset_are_those_of_files(tmp_path: Path, ray_session: None) -> None:
     import ray.data

@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_the_rows_is_refused_by_name(tmp_path: Path) -
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_demo_of_pictures_learns_what_only_they_say(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_model_without_an_encoder_is_refused_media() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
     tmp_path: Path, ray_session: None
 ) -> None:

@@ -13,7 +13,7 @@ from .rows import data_url, wav, write_jsonl
 from .videos import mp4_of
 from .vision_models import model_folder
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (240, 240, 240)}
 
 

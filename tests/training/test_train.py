@@ -93,7 +93,7 @@ def test_a_run_in_a_folder_where_another_one_trains_is_refused_and_changes_nothi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
