@@ -152,6 +152,8 @@ def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
         for line in folder.lines(folder.rows):
             for row in line["row_ids"]:
                 found.setdefault(parse(row), []).append(int(line["step"]))
+    except StateMismatch:  # a ValueError, which says itself what to do
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"holds what no run writes ({error})"
         raise StateMismatch(

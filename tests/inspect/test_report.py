@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 import raysvc
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
+from raysvc.errors import StateMismatch
 from raysvc.inspect.row_view import row_picture
 from raysvc.job.config import PlanConfig
 from raysvc.job.job_file import load_job
@@ -34,11 +35,12 @@ from raysvc.ragged import offsets_of
 from raysvc.report.browse import BrowsedRows, browse
 from raysvc.report.browsed_rows import _pieces, browsed_rows, held_cells, kept_tokens, seen_rows
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import Facts, gather, worst_stalls
+from raysvc.report.facts import Facts, _steps_of_rows, gather, worst_stalls
 from raysvc.report.page import render, write_page
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
 from raysvc.row_ids import source_base
+from raysvc.training.run_folder import RunFolder
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = [
@@ -429,6 +431,15 @@ def test_the_text_of_rows_in_a_browser_is_what_their_tokenizer_decodes(
     shown = json.loads(html.unescape(found[1]))
     assert [one for one, _ in shown] == [one for one, _ in expected]
     assert end == 4 or shown == expected
+
+
+def test_a_damaged_row_log_is_named_once_with_one_remedy(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.rows.write_text("{\n")
+    with pytest.raises(
+        StateMismatch, match=r"^\S*rows\.jsonl: has a damaged line 1; restore the file, [^;]*$"
+    ):
+        _steps_of_rows(folder)
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
