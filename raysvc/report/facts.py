@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.builds.job_plan import report_of
+from raysvc.cache.key import rows_key
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.errors import StateMismatch
@@ -25,6 +26,7 @@ from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import browsed_rows, seen_rows, spread
 from raysvc.row_ids import parse, split
 from raysvc.training.run_folder import RunFolder
+from raysvc.training.run_identity import KEYS, identity_in
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -79,7 +81,8 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     steps = list(folder.lines(folder.metrics))
     report = entry.report
     lengths, rows = entry.rows.lengths(), entry.row_ids()
-    losses = _losses(job, len(steps))
+    other = _other_rows(folder, entry)
+    losses = {} if other else _losses(job, len(steps))
     seen = seen_rows(entry, rows, lengths, losses)
     has_end = not any(one.listings for one in entry.entries)
     return Facts(
@@ -92,10 +95,11 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             "entry": entry.key[:16],
             "tokenized in": f"{report['seconds']:.1f} s",
             **({"run": str(folder.path)} if steps else {}),
+            **({"rows of the run": other} if other else {}),
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_by_source(entry, seen.row_ids, seen.trained / np.maximum(seen.lengths, 1)),
-        rows=browsed_rows(entry, seen, losses, _steps_of_rows(folder)),
+        rows=browsed_rows(entry, seen, losses, {} if other else _steps_of_rows(folder)),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -123,6 +127,14 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
     """The steps that waited longest for data, longest first; those that did not wait are left out."""
     waited = [step for step in steps if step["stall_s"] > 0.001]
     return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
+
+
+def _other_rows(folder: RunFolder, entry: CacheEntry) -> str:
+    """Says so where a run trained rows of other entries, which have the same ids; "" where it did not."""
+    trained = (identity_in(folder.path) or {}).get(KEYS) or ()
+    pairs = zip(trained, entry.entries, strict=False)  # a mixture may have got more sources since
+    other = next((key for key, one in pairs if key != rows_key(one.key, one.recipe)), "")
+    return other and f"those of another entry, {other[:16]}, so their losses and steps are not told here"
 
 
 def _feedback(job: JobConfig) -> FeedbackLog:

@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import raysvc
+from raysvc.cache.key import rows_key
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import StateMismatch
@@ -41,6 +42,7 @@ from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
 from raysvc.row_ids import source_base
 from raysvc.training.run_folder import RunFolder
+from raysvc.training.run_identity import KEYS, claim
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = [
@@ -431,6 +433,27 @@ def test_the_text_of_rows_in_a_browser_is_what_their_tokenizer_decodes(
     shown = json.loads(html.unescape(found[1]))
     assert [one for one, _ in shown] == [one for one, _ in expected]
     assert end == 4 or shown == expected
+
+
+def test_what_a_run_says_of_rows_is_told_of_those_that_it_trained_alone(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = load_job(
+        {
+            "source": {"path": sample["rows"]},
+            "tokenizer": sample["tokenizer"],
+            "cache": {"root": str(tmp_path / "cache")},
+            "trainer": {"run_dir": str(tmp_path / "run")},
+        }
+    )
+    entry, folder = raysvc.tokenize(job), RunFolder(tmp_path / "run")
+    (one,) = entry.entries
+    for key, steps in ((rows_key(one.key, one.recipe), {1: [7]}), ("0" * 64, {})):
+        claim(folder.path, {KEYS: [key]}, has_checkpoint=False, changed=False)
+        folder.rows.write_text('{"step":7,"row_ids":["0:0:1"]}\n')
+        found = gather(job, entry)
+        assert found.rows.steps == steps
+        assert ("rows of the run" in found.overview) == (not steps)
 
 
 def test_a_damaged_row_log_is_named_once_with_one_remedy(tmp_path: Path) -> None:
