@@ -142,15 +142,13 @@ def _feedback(job: JobConfig) -> FeedbackLog:
 
 
 def _losses(job: JobConfig, steps: int) -> dict[int, float]:
-    """Row -> the loss that a run reported of it last."""
+    """Row -> the loss that a run reported of it last, a mean over its targets where the run said how many there are."""
     log = _feedback(job)
     found = log.outcomes(0, steps, log.decisions())
-    losses = found.columns.get("loss", ())
-    return {
-        row: loss
-        for row, loss in zip(found.row_ids.tolist(), map(float, losses), strict=False)
-        if isfinite(loss)
-    }
+    sums = found.columns.get("loss", np.zeros(0)).astype(np.float64)
+    targets = np.nan_to_num(found.columns.get("targets", np.ones(len(sums))), nan=1.0)
+    means = (sums / np.maximum(targets, 1.0)).tolist()
+    return {row: loss for row, loss in zip(found.row_ids.tolist(), means, strict=False) if isfinite(loss)}
 
 
 def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:

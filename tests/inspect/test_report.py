@@ -28,6 +28,8 @@ from raysvc.cache.key import rows_key
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import StateMismatch
+from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.feedback.request import RowOutcomes
 from raysvc.inspect.row_view import row_picture
 from raysvc.job.config import PlanConfig
 from raysvc.job.job_file import load_job
@@ -36,7 +38,7 @@ from raysvc.ragged import offsets_of
 from raysvc.report.browse import BrowsedRows, browse
 from raysvc.report.browsed_rows import _pieces, browsed_rows, held_cells, kept_tokens, seen_rows
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import Facts, _steps_of_rows, gather, worst_stalls
+from raysvc.report.facts import Facts, _losses, _steps_of_rows, gather, worst_stalls
 from raysvc.report.page import render, write_page
 from raysvc.report.rows_page import render_rows
 from raysvc.report.run_charts import run_charts
@@ -454,6 +456,15 @@ def test_what_a_run_says_of_rows_is_told_of_those_that_it_trained_alone(
         found = gather(job, entry)
         assert found.rows.steps == steps
         assert ("rows of the run" in found.overview) == (not steps)
+
+
+def test_the_loss_of_a_row_is_a_mean_over_its_targets_where_a_run_says_how_many(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(run_dir=str(tmp_path), cache=SimpleNamespace(storage_options={}))
+    log, rows = FeedbackLog(f"{tmp_path}/server/feedback", {}), np.array([3, 9, 12])
+    losses = {"loss": np.array([12.0, 30.0, 0.0], np.float32), "targets": np.array([4, 20, 0], np.float32)}
+    log.report(RowOutcomes(np.zeros(3, np.int64), rows, losses), 0)
+    log.report(RowOutcomes(np.ones(1, np.int64), rows[:1] + 1, {"loss": np.array([2.5], np.float32)}), 0)
+    assert _losses(job, 2) == {3: 3.0, 9: 1.5, 12: 0.0, 4: 2.5}
 
 
 def test_a_damaged_row_log_is_named_once_with_one_remedy(tmp_path: Path) -> None:
