@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from tests.patience import wait_longer_for_nodes
+from tests.patience import end_servers, wait_longer_for_nodes
 
 # an example may take long beside other processes: a test that fails then has found nothing
 settings.register_profile("raysvc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -188,7 +188,7 @@ def entry(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def serve(tmp_path: Path, entry: Callable[..., str], ray_session: None) -> Iterator[Served]:
     """Starts a server of an entry; `plan` and fields of `ServeSpec` as arguments. Ends them all."""
-    from raysvc.actors.launch import server_names, start_server, stop_server
+    from raysvc.actors.launch import start_server
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
 
@@ -205,8 +205,7 @@ def serve(tmp_path: Path, entry: Callable[..., str], ray_session: None) -> Itera
         return start_server(spec, detached=True)
 
     yield start
-    for name in set(started) & set(server_names()):
-        stop_server(name)
+    end_servers(started)
 
 
 @pytest.fixture(scope="session")

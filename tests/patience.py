@@ -1,8 +1,9 @@
-"""Ray on a busy machine: a node that a test starts has minutes to be up, where Ray itself gives it 30 seconds."""
+"""Ray on a busy machine: a node that a test starts has minutes to be up, and a server may end before it is stopped."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 WITHIN_S = 200.0
@@ -28,3 +29,15 @@ def wait_longer_for_nodes() -> None:
 
     get_node_at_last.asks_again = True  # type: ignore[attr-defined]
     services.get_node = get_node_at_last
+
+
+def end_servers(names: Iterable[str]) -> None:
+    """Stop those of some servers that still run; one of them may end by itself meanwhile."""
+    from raysvc.actors.launch import server_names, stop_server
+    from raysvc.errors import ServerError
+
+    for name in set(names) & set(server_names()):
+        try:
+            stop_server(name)
+        except ServerError:
+            assert name not in server_names()

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import end_servers
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Example = Callable[..., dict[str, Any]]
 
@@ -32,7 +34,7 @@ def example(
     """Runs `examples/NAME.py` with arguments, in a folder of its own; returns the JSON it prints last."""
     import torch
 
-    from raysvc.actors.launch import server_names, stop_server
+    from raysvc.actors.launch import server_names
 
     threads = torch.get_num_threads()
     torch.set_num_threads(
@@ -51,5 +53,4 @@ def example(
     before = set(server_names())
     yield run
     torch.set_num_threads(threads)
-    for name in set(server_names()) - before:
-        stop_server(name)
+    end_servers(set(server_names()) - before)

@@ -121,7 +121,9 @@ import json, os, sys, threading, time
 from ray.cluster_utils import Cluster
 import ray
 from raysvc.pipelines.shared_build import SharedTask, builds_in_progress, shared_receipts
+from tests.patience import wait_longer_for_nodes
 
+wait_longer_for_nodes()
 seen = sys.argv[1]
 store = {"object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {"raysvc-pool": "gpu"}, **store})

@@ -17,6 +17,7 @@ import pytest
 
 from raysvc.errors import ConfigError, PromptsEnded
 from raysvc.rl.group import Group
+from tests.patience import end_servers
 
 
 @pytest.fixture
@@ -43,7 +44,6 @@ def prompts_of(tmp_path: Path, sample: dict[str, str]) -> Callable[..., dict[str
 @pytest.fixture
 def started(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
     import raysvc
-    from raysvc.actors.launch import server_names, stop_server
 
     names = []
 
@@ -54,8 +54,7 @@ def started(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
         return raysvc.serve_rollouts(name, **{**fixed, **options})
 
     yield start
-    for name in set(names) & set(server_names()):
-        stop_server(name)
+    end_servers(names)
 
 
 def sampled(prompt: Any) -> Group:

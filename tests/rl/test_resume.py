@@ -21,6 +21,7 @@ from raysvc.actors.server.spec import RolloutSpec
 from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import table_of
+from tests.patience import end_servers
 
 pytestmark = pytest.mark.ray
 BATCH = 3
@@ -94,7 +95,6 @@ class Producer:
 @pytest.fixture
 def served(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
     import raysvc
-    from raysvc.actors.launch import server_names, stop_server
 
     started = []
 
@@ -105,8 +105,7 @@ def served(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
         )
 
     yield start
-    for name in set(started) & set(server_names()):
-        stop_server(name)
+    end_servers(started)
 
 
 def spooled(folder: Path) -> list[pa.Table]:

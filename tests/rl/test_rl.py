@@ -20,6 +20,7 @@ from raysvc.errors import ConfigError, FencedError, SourceError, StateMismatch, 
 from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import groups_of, table_of
+from tests.patience import end_servers
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "logprobs", "reward")
 PLAN = {"batch_size": 4, "mini_batch_size": 2, "micro_batch_size": 3, "columns": COLUMNS}
@@ -150,7 +151,6 @@ def test_a_trajectory_of_many_turns_counts_as_often_as_one_of_a_single_turn(how:
 @pytest.fixture
 def rollout_server(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
     import raysvc
-    from raysvc.actors.launch import server_names, stop_server
 
     names = []
 
@@ -160,8 +160,7 @@ def rollout_server(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., 
         return raysvc.serve_rollouts(name, run_dir=str(tmp_path / name), **options)
 
     yield start
-    for name in set(names) & set(server_names()):
-        stop_server(name)
+    end_servers(names)
 
 
 def uids_of(step: Any) -> list[list[int]]:

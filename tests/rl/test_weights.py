@@ -18,6 +18,7 @@ import torch
 from raysvc.actors.rollouts.weight_readers import WeightReaders
 from raysvc.errors import ConfigError, ServerError
 from raysvc.rl.weights import blob_of, read_blob, remove_older, run_of, tensors_of, write_blob
+from tests.patience import end_servers
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -81,7 +82,6 @@ def test_a_file_is_in_use_while_a_living_producer_reads_it() -> None:
 @pytest.fixture
 def started(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
     import raysvc
-    from raysvc.actors.launch import server_names, stop_server
 
     names = []
 
@@ -93,8 +93,7 @@ def started(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
         )
 
     yield start
-    for name in set(names) & set(server_names()):
-        stop_server(name)
+    end_servers(names)
 
 
 @pytest.mark.ray

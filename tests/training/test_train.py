@@ -275,7 +275,9 @@ def test_a_run_killed_in_the_middle_goes_on_and_ends_like_one_that_was_not(
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
+from tests.patience import wait_longer_for_nodes
 
+wait_longer_for_nodes()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 * 2**20})
 for _ in range(2):
     cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
