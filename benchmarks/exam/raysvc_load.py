@@ -51,8 +51,10 @@ def job_of(rows: Path, o: dict[str, Any]) -> dict[str, Any]:
         for path in sources(rows, o)
     }
     mixture = {"sources": {name: {"source": one, "weight": 0.5} for name, one in paths.items()}}
+    # of long rows, the process that asks makes the entry, and starts no others for it
     return {**({"source": paths["rows"]} if len(paths) == 1 else {"mixture": mixture}), "tokenizer": {"name": str(folder)},
-            "cache": {"root": str(rows.parent / "cache")}, "plan": plan}  # fmt: skip
+            "cache": {"root": str(rows.parent / "cache")}, "plan": plan,
+            **({"workers": {"max": 1}} if o.get("long") else {})}  # fmt: skip
 
 
 class Loader:
@@ -62,8 +64,6 @@ class Loader:
             self.loader = self.open(job_of(rows, o), o)
 
     def open(self, job: dict[str, Any], o: dict[str, Any]) -> Any:
-        if o.get("long"):
-            job["workers"] = {"max": 1}  # this process makes the entry: nobody has to start a Ray
         return raysvc.load(job, rank=o["rank"], dp_size=o["world_size"])
 
     def batches(self) -> Iterator[list[int]]:

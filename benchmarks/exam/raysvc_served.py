@@ -13,6 +13,7 @@ from raysvc_load import OFFERS as OFFERS
 from raysvc_load import PROMISE as PROMISE
 from raysvc_load import VERSION as VERSION
 from raysvc_load import Loader
+from words import parts_of
 
 import raysvc
 
@@ -53,4 +54,6 @@ def _end_others(name: str) -> None:
 
 
 def open_loader(rows: Path, **options: Any) -> Served:
+    if options.get("long"):  # two sources, that are no versions of one
+        options["run"] += Path(parts_of(rows)[0]).parent.name
     return Served(rows, options)
