@@ -54,7 +54,7 @@ def _show(handle: ServerHandle, as_json: bool) -> None:
         "num_steps": None if handle.schedule.is_endless else handle.schedule.num_steps,
         "steps_per_epoch": None if handle.schedule.is_endless else handle.schedule.steps_per_epoch,
         "frontier": stats["frontier"],
-        "committed_by": stats["committed_by"],
+        "committed_by": stats.get("committed_by"),  # an earlier version does not say
     }
     if as_json:
         emit(facts)
