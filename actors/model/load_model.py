@@ -100,11 +100,24 @@ def read_config(name: str, where: str = "trainer.model", revision: str | None = 
 
 
 def _not_loaded(where: str, name: str, error: Exception) -> ConfigError:
-    said = " ".join(str(error).split())[:300] or type(error).__name__
+    said = _bad_file(Path(name).expanduser()) or " ".join(str(error).split())[:300] or type(error).__name__
     remedy = (
         "give tiny, a whole folder with config.json and weights, or a hub name that this machine can reach"
     )
     return ConfigError(where, f"{name!r} cannot be loaded ({said})", remedy)
+
+
+def _bad_file(folder: Path) -> str:
+    """Says which file of weights cannot be opened, and why; empty if all can be, or there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{path.name}: {error}"
+    return ""
 
 
 def auto_class(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks on CPUs with a copy of the weights each: equal at the start, and kept equal by averaged gradients.
+"""Ranks on CPUs with a copy of the weights each, kept equal by averaged gradients.
 
 This file imports torch; import it inside the function that builds a model.
 
@@ -17,13 +17,6 @@ import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 32 << 20
-
-
-def share_weights(module: torch.nn.Module) -> None:
-    """Take over the weights and buffers of rank 0; all ranks call it."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor, 0)
 
 
 def average_gradients(module: torch.nn.Module) -> None:

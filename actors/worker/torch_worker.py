@@ -5,7 +5,7 @@ Axes: B lines of a micro-batch, L its width, V vocabulary.
 Always true:
 - the loss of a position is weighted by the mini-batch's denominators, so the gradient does not depend on
   dp_size, micro-batching, padding or packing;
-- all ranks start from the same weights: the same seed, then broadcast by DDP or sharded by FSDP;
+- all ranks start from the same weights: the first one reads or makes them, and gives them out (`spread.py`);
 - weights of losses and the losses themselves stay float32 in mixed precision;
 - a model sees a layout only with inputs under which it was seen, when it was loaded, to keep the rows apart.
 """
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
     from raysvc.actors.model.row_isolation import Proof
     from raysvc.actors.model.token_model import TokenModel
+    from raysvc.actors.worker.spread import Loaded
 
 
 class ModelSpec(BaseModel):
@@ -131,23 +132,31 @@ class CausalLMWorker(Worker):
         with no_collection():
             import torch
 
-            from raysvc.actors.model.token_model import TokenModel
             from raysvc.actors.worker.adamw import PlainAdamW, decay_groups
+            from raysvc.actors.worker.spread import load_once
 
         torch.manual_seed(self.spec.seed)
-        critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
-        lm: Any = self.load_lm()
-        self._num_entries = int(lm.config.get_text_config().vocab_size)
-        module = TokenModel(lm.to(self.device).train(), critic, of_steps)
-        self._proofs = self._proved(module)
+        loaded = load_once(self._make, self.rank, self.dp_size)
+        module, self._proofs = loaded.module, loaded.found
+        self._num_entries = int(module.lm.config.get_text_config().vocab_size)
         if self.spec.role == "reference":
             module.requires_grad_(False)
         elif self.spec.gradient_checkpointing:
-            recompute_layers(lm)
-        self.model = self._spread(module)
+            recompute_layers(module.lm)
+        self.model = self._spread(loaded)
         if self.spec.role != "reference":
             groups = decay_groups(self.model, self.spec.weight_decay)
             self.optimizer = PlainAdamW(groups, lr=self.spec.learning_rate)
+
+    def _make(self) -> tuple[TokenModel, dict[str, Proof]]:
+        """The whole model on the device, and the proof of each layout."""
+        with no_collection():
+            from raysvc.actors.model.token_model import TokenModel
+
+        lm: Any = self.load_lm()
+        critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
+        module = TokenModel(lm.to(self.device).train(), critic, of_steps)
+        return module, self._proved(module)
 
     def _proved(self, module: TokenModel) -> dict[str, Proof]:
         """Proves each layout, in the type of the weights, before the model is spread over the ranks."""
@@ -164,7 +173,7 @@ class CausalLMWorker(Worker):
         return proofs
 
     def load_lm(self) -> torch.nn.Module:
-        """The model, in host memory; override it for another way to make one.
+        """The model, in host memory; override it for another way to make one. Of several ranks the first one is asked.
 
         Raises:
             ConfigError: the folder of the model is not on this node.
@@ -313,26 +322,26 @@ class CausalLMWorker(Worker):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _spread(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module on all ranks."""
+    def _spread(self, loaded: Loaded) -> torch.nn.Module:
+        """The module on all ranks, with its weights."""
+        if self.dp_size == 1:
+            return loaded.module
         import torch
 
-        if self.dp_size == 1:
-            return module
-        if self._averages:
-            from raysvc.actors.worker.replicas import share_weights
+        from raysvc.actors.worker.spread import give_out
 
-            share_weights(module)
-            return module
-        with no_collection():
-            import torch._dynamo  # DDP and FSDP import it
-        if self.spec.strategy == "ddp":
-            if self.spec.role == "reference":
-                return module  # DDP refuses a module without gradients
-            # an encoder may have layers that the language model does not look at, as in LLaVA
-            unused = any(hasattr(module.lm.config, name) for name in ("vision_config", "audio_config"))
-            return torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
-        return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
+        if not self._averages:
+            with no_collection():
+                import torch._dynamo  # DDP and FSDP import it
+        module, sharded = loaded.module, self.spec.strategy == "fsdp"
+        if sharded:
+            module = _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
+        give_out(module, loaded.weights, self.device)
+        if sharded or self._averages or self.spec.role == "reference":
+            return module  # DDP refuses a module without gradients
+        # an encoder may have layers that the language model does not look at, as in LLaVA
+        unused = any(hasattr(module.lm.config, name) for name in ("vision_config", "audio_config"))
+        return torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
 
     def _inputs(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, Any]:
         from raysvc.actors.model.row_isolation import mixes_rows

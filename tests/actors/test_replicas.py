@@ -29,7 +29,7 @@ worker = CausalLMWorker(rank, 2, "cpu", tiny_spec().model_dump_json())
 assert "torch" not in sys.modules
 worker.setup("file://" + folder + "/meet")
 import torch
-from raysvc.actors.worker import replicas
+from raysvc.actors.worker import replicas, spread
 frozen, model_id = gc.get_freeze_count(), id(worker.model)
 looked_at = {id(thing) for thing in gc.get_objects()}
 plan = {"batch_size": 4, "micro_batch_size": 1, "shuffle": "none"}
@@ -42,7 +42,8 @@ names = sorted(name for name in ("torch._dynamo", "transformers", "datasets", "p
 
 module = torch.nn.ParameterList([torch.full((2,), float(rank + 1)) for _ in range(5)])
 module[3].requires_grad_(False)
-replicas.share_weights(module)
+weights = spread._take_weights(module)
+spread.give_out(module, weights if rank == 0 else [], "cpu")
 module[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
 if rank == 1:
     module[1].grad = torch.tensor([4.0, 0.0])
