@@ -57,26 +57,23 @@ def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_siz
     """
     if dp_size == 1:
         return Loaded(*make(), [])
-    from ray import cloudpickle  # unlike pickle it takes functions that were made inside of others
-
     group = dist.new_group(timeout=LONGEST_LOAD, backend="gloo")
     message: list[Any] = [None]
     if rank:
         dist.broadcast_object_list(message, 0, group)
-        loaded = cloudpickle.loads(message[0])
-        if isinstance(loaded, Exception):
-            raise loaded
-        module, found, random_state = loaded
+        if isinstance(message[0], Exception):
+            raise message[0]
+        module, found, random_state = message[0]
         torch.set_rng_state(random_state)
         return Loaded(module, found, [])
     try:
         module, found = make()
         weights = _take_weights(module)
-        message = [cloudpickle.dumps((module, found, torch.get_rng_state()))]
+        message = [(module, found, torch.get_rng_state())]
+        dist.broadcast_object_list(message, 0, group)  # it sends nothing before all is pickled
     except Exception as error:
-        dist.broadcast_object_list([cloudpickle.dumps(error)], 0, group)
+        dist.broadcast_object_list([error], 0, group)
         raise
-    dist.broadcast_object_list(message, 0, group)
     return Loaded(module, found, weights)
 
 
