@@ -5,6 +5,9 @@
 A Llama of 1.1 billion random weights, in bfloat16 in files of 500 MB, is trained in float32 with FSDP2 on ranks of this machine.
 `own` is memory that no file backs, `in use` also counts pages of the files, which the kernel takes back where it needs them (those
 that several processes look at are split among them). All ranks of a node are summed up at the same moment, every 50 ms.
+
+Figures (11-28, beside other work): 4.1 GiB of float32 weights on two ranks peak at 5.0 GiB of the node's own memory (6.4 in use)
+instead of 8.8 (10.7): 4.5 on the first rank, which reads, and 2.6 on the other one instead of 4.4 each.
 """
 
 from __future__ import annotations
