@@ -54,6 +54,9 @@ def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_siz
         make: gives the model, and what was found out about it.
         rank: of this process.
         dp_size: number of ranks.
+
+    Raises:
+        Exception: what `make` raised on the first rank.
     """
     if dp_size == 1:
         return Loaded(*make(), [])
