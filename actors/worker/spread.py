@@ -33,7 +33,7 @@ LONGEST_LOAD = timedelta(
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model as all ranks know it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Loaded:
     weights: list[torch.Tensor]
 
 
-def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_size: int) -> Loaded:
+def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_size: int) -> LoadedModel:
     """Let the first rank make a model; all ranks call it.
 
     Args:
@@ -59,7 +59,7 @@ def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_siz
         Exception: what `make` raised on the first rank.
     """
     if dp_size == 1:
-        return Loaded(*make(), [])
+        return LoadedModel(*make(), [])
     group = dist.new_group(timeout=LONGEST_LOAD, backend="gloo")
     message: list[Any] = [None]
     if rank:
@@ -68,7 +68,7 @@ def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_siz
             raise message[0]
         module, found, random_state = message[0]
         torch.set_rng_state(random_state)
-        return Loaded(module, found, [])
+        return LoadedModel(module, found, [])
     try:
         module, found = make()
         weights = _take_weights(module)
@@ -77,11 +77,11 @@ def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_siz
     except Exception as error:
         dist.broadcast_object_list([error], 0, group)
         raise
-    return Loaded(module, found, weights)
+    return LoadedModel(module, found, weights)
 
 
 def give_out(module: torch.nn.Module, weights: list[torch.Tensor], device: str) -> None:
-    """Fill a module whose weights and buffers are on `meta`; all ranks call it. `weights` are those of `Loaded`, and are used up."""
+    """Fill a module whose weights and buffers are on `meta`; all ranks call it. `weights` are those of `LoadedModel`, and are used up."""
     weights.reverse()
 
     def filled(empty: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from raysvc.actors.model.row_isolation import Proof
     from raysvc.actors.model.token_model import TokenModel
-    from raysvc.actors.worker.spread import Loaded
+    from raysvc.actors.worker.spread import LoadedModel
 
 
 class ModelSpec(BaseModel):
@@ -322,7 +322,7 @@ class CausalLMWorker(Worker):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _spread(self, loaded: Loaded) -> torch.nn.Module:
+    def _spread(self, loaded: LoadedModel) -> torch.nn.Module:
         """The module on all ranks, with its weights."""
         if self.dp_size == 1:
             return loaded.module
