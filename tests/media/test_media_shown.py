@@ -116,8 +116,8 @@ def test_the_report_shows_pictures_of_some_rows_and_why_others_have_none(job: Pa
     page = tmp_path / "report.html"
     run("report", "-c", str(job), "--out", str(page))
     text = page.read_text()
-    pictures = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)"><figcaption>row (\d+)', text)
-    assert [int(row) for _, row in pictures] == [0, 2]
+    pictures = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)"><figcaption>row ([\d:]+):', text)
+    assert [row for _, row in pictures] == ["0:0:0", "0:0:2"]
     sizes = [Image.open(io.BytesIO(base64.b64decode(data))).size for data, _ in pictures]
     assert sizes == [(60, 44), (160, 107)]
     assert "2 of 2 media of 2 sampled rows" in text
