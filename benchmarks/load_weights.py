@@ -61,7 +61,7 @@ def load(rank: int, ranks: int, folder: Path, each: bool) -> None:
 
     if each:
         torch.manual_seed(0)
-        worker.model = _sharded(worker._make()[0], "cpu", ranks, bf16=False)
+        worker.model = _sharded(worker._make(), "cpu", ranks, bf16=False)
     else:
         worker.build()
     total = sum(float(weight.to_local().sum(dtype=torch.float64)) for weight in worker.model.parameters())

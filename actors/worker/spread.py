@@ -2,7 +2,8 @@
 
 This file imports torch; import it inside the function that builds a model.
 
-1. The first rank makes the model, and sends it without its weights, with what it found out about it. Other ranks read no file.
+1. The first rank makes the model, and sends it without its weights; when it ran it, it sends what it found out. Other ranks read
+   no file. A model that never ran has no hooks yet, which are functions that cannot be sent.
 2. All ranks spread this outline, whose weights are on the device `meta`, by FSDP2 or not at all.
 3. The first rank sends each weight in pieces, of which every rank keeps its own rows, and forgets it.
 
@@ -15,6 +16,7 @@ Always true:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,7 +40,7 @@ class LoadedModel:
 
     Attributes:
         module: without weights where there are several ranks.
-        found: what `make` found out about it.
+        found: what `prove` found out about it.
         weights: whole, in the order of `_replace`; empty but on the first of several ranks.
     """
 
@@ -47,37 +49,65 @@ class LoadedModel:
     weights: list[torch.Tensor]
 
 
-def load_once(make: Callable[[], tuple[torch.nn.Module, Any]], rank: int, dp_size: int) -> LoadedModel:
-    """Let the first rank make a model; all ranks call it.
+def load_once(
+    make: Callable[[], torch.nn.Module], prove: Callable[[Any], Any], rank: int, dp_size: int
+) -> LoadedModel:
+    """Let the first rank make a model, and find something out about it; all ranks call it.
 
     Args:
-        make: gives the model, and what was found out about it.
+        make: gives the model, which plain `pickle` takes.
+        prove: runs it.
         rank: of this process.
         dp_size: number of ranks.
 
     Raises:
-        Exception: what `make` raised on the first rank.
+        Exception: what `make` or `prove` raised on the first rank.
     """
     if dp_size == 1:
-        return LoadedModel(*make(), [])
+        module = make()
+        return LoadedModel(module, prove(module), [])
     group = dist.new_group(timeout=LONGEST_LOAD, backend="gloo")
-    message: list[Any] = [None]
     if rank:
-        dist.broadcast_object_list(message, 0, group)
-        if isinstance(message[0], Exception):
-            raise message[0]
-        module, found, random_state = message[0]
+        module = _received(group)
+        _make_known(module)
+        found, random_state = _received(group)
         torch.set_rng_state(random_state)
         return LoadedModel(module, found, [])
     try:
-        module, found = make()
+        module = make()
         weights = _take_weights(module)
-        message = [(module, found, torch.get_rng_state())]
-        dist.broadcast_object_list(message, 0, group)  # it sends nothing before all is pickled
+        dist.broadcast_object_list([module], 0, group)  # it sends nothing before all is pickled
+        weights.reverse()
+        _replace(module, lambda _: weights.pop())
+        found = prove(module)
+        weights = _take_weights(module)
+        dist.broadcast_object_list([(found, torch.get_rng_state())], 0, group)
     except Exception as error:
         dist.broadcast_object_list([error], 0, group)
         raise
     return LoadedModel(module, found, weights)
+
+
+def _received(group: dist.ProcessGroup | None) -> Any:
+    """What the first rank sent; an error of its is raised here too."""
+    message: list[Any] = [None]
+    dist.broadcast_object_list(message, 0, group)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return message[0]
+
+
+def _make_known(module: torch.nn.Module) -> None:
+    """Make a model of each class that `transformers` makes: it notes beside the class, not in the model, what layers may record."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return  # unpickling has imported what the model is made of
+    from transformers.modeling_utils import PreTrainedModel
+
+    with torch.device("meta"):
+        for part in module.modules():
+            if isinstance(part, PreTrainedModel):
+                type(part)(part.config)
+                return  # it has made all its parts
 
 
 def give_out(module: torch.nn.Module, weights: list[torch.Tensor], device: str) -> None:

@@ -136,7 +136,7 @@ class CausalLMWorker(Worker):
             from raysvc.actors.worker.spread import load_once
 
         torch.manual_seed(self.spec.seed)
-        loaded = load_once(self._make, self.rank, self.dp_size)
+        loaded = load_once(self._make, self._proved, self.rank, self.dp_size)
         module, self._proofs = loaded.module, loaded.found
         self._num_entries = int(module.lm.config.get_text_config().vocab_size)
         if self.spec.role == "reference":
@@ -148,15 +148,14 @@ class CausalLMWorker(Worker):
             groups = decay_groups(self.model, self.spec.weight_decay)
             self.optimizer = PlainAdamW(groups, lr=self.spec.learning_rate)
 
-    def _make(self) -> tuple[TokenModel, dict[str, Proof]]:
-        """The whole model on the device, and the proof of each layout."""
+    def _make(self) -> TokenModel:
+        """The whole model on the device."""
         with no_collection():
             from raysvc.actors.model.token_model import TokenModel
 
         lm: Any = self.load_lm()
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
-        module = TokenModel(lm.to(self.device).train(), critic, of_steps)
-        return module, self._proved(module)
+        return TokenModel(lm.to(self.device).train(), critic, of_steps)
 
     def _proved(self, module: TokenModel) -> dict[str, Proof]:
         """Proves each layout, in the type of the weights, before the model is spread over the ranks."""
@@ -173,7 +172,8 @@ class CausalLMWorker(Worker):
         return proofs
 
     def load_lm(self) -> torch.nn.Module:
-        """The model, in host memory; override it for another way to make one. Of several ranks the first one is asked.
+        """The model, in host memory; override it for another way to make one. Of several ranks the first one is asked, and `pickle`
+        has to take what it gives.
 
         Raises:
             ConfigError: the folder of the model is not on this node.

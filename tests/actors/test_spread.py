@@ -65,7 +65,8 @@ def given_and_whole(worker: Any, shards: list[Any]) -> list[Any]:
         spread.PIECE_BYTES = usual
     found = [trained(given, shards)]
     torch.manual_seed(spec.seed)
-    module, whole._proofs = whole._make()
+    module = whole._make()
+    whole._proofs = whole._proved(module)
     if spec.strategy == "fsdp":
         module = torch_worker._sharded(module, "cpu", 2, spec.precision == "bf16")
     whole.model, whole._num_entries = module, given._num_entries
@@ -122,6 +123,40 @@ def test_weights_losses_and_random_numbers_are_those_of_ranks_that_read_all(
         model, "lm.model.embed_tokens.weight"
     )
     assert together == ([["lm.lm_head.weight", embedding]] if embedding else [])
+
+
+def hooked(worker: Any) -> Any:
+    """What is found out by a run that leaves a hook, which cannot be sent, and the weights of a rank."""
+
+    def prove(module: torch.nn.Module) -> int:
+        module.register_forward_hook(lambda *_: None)
+        return len(module(torch.ones(1, 2)))
+
+    loaded = spread.load_once(lambda: torch.nn.Linear(2, 3), prove, worker.rank, 2)
+    spread.give_out(loaded.module, loaded.weights, "cpu")
+    return loaded.found, loaded.module.weight.detach().numpy().copy()
+
+
+def unsent(worker: Any) -> str:
+    """What a rank says of a model that cannot be sent."""
+    module = torch.nn.Linear(2, 3)
+    module.register_forward_hook(lambda *_: None)
+    try:
+        spread.load_once(lambda: module, lambda _: None, worker.rank, 2)
+    except Exception as error:  # noqa: BLE001  pickle has several
+        return str(error)
+    return ""
+
+
+def test_what_a_run_of_a_model_leaves_is_not_sent_and_what_cannot_be_sent_is_named_on_all_ranks(
+    ranks: Ranks,
+) -> None:
+    (found, weights), (told, same) = ranks.run(tiny_spec(), hooked, [(), ()])
+    assert (found, told) == (1, 1)
+    assert np.array_equal(weights, same)
+    one, other = ranks.run(tiny_spec(), unsent, [(), ()])
+    assert "lambda" in one
+    assert one == other
 
 
 def failure_of(worker: Any, model: str) -> str:
