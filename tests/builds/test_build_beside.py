@@ -107,12 +107,13 @@ start = BuildBeside.start
 # of every process: a slice takes longer, and of an entry that has so many no further one is made
 SLOW = """
 import importlib.util, sys, time
-class Slow:
+class Slow:  # it stays: another thread that imports goes through the list, and would miss a finder
+    asked = False
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "raysvc.pipelines.tokenize":
+        if name != "raysvc.pipelines.tokenize" or Slow.asked:
             return None
-        sys.meta_path.remove(Slow)
+        Slow.asked = True
         found = importlib.util.find_spec(name)
         run = found.loader.exec_module
         found.loader.exec_module = lambda module: (run(module), patch(module))
