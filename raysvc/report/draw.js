@@ -28,7 +28,8 @@
       series: [{ label: chart.unit, value: (_, value) => figure(value) }, ...series(chart)],
     };
     const plot = new uPlot(options, columns(chart), holder);
-    addEventListener("resize", () => plot.setSize(size()));
+    // a figure gets narrower, too, when another one is put beside it
+    new ResizeObserver(() => size().width === plot.width || plot.setSize(size())).observe(holder);
     return plot;
   };
   const data = document.getElementById("charts");

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -54,7 +55,7 @@ async function look(){
     fill("servers", found.servers); fill("builds", found.builds);
     for(const [server, charts] of Object.entries(found.charts)) for(const chart of charts) plot(server, chart);
     state.textContent = "as of " + new Date().toLocaleTimeString();
-  }catch(error){ state.textContent = "no answer: " + error.message; }
+  }catch(error){ state.textContent = "no answer (" + error.message + "): raysvc top, or the run that it looks at, has ended; raysvc report RUN shows a run"; }
   setTimeout(look, 2000);
 }
 look();
@@ -107,8 +108,9 @@ def page_server(look: Look, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
                 self.send_header(name, value)
             self.send_header("Content-Security-Policy", POLICY)
             self.send_header("Referrer-Policy", "no-referrer")
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # who asked has left
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_request(self, code: Any = "-", size: Any = "-") -> None:
             """Every two seconds: nothing to log."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
+import struct
 import subprocess
 import threading
 import urllib.error
@@ -71,11 +74,40 @@ def test_only_who_has_the_token_is_answered_and_only_reads(url: str) -> None:
     assert (status(url, "POST"), status(url, "DELETE")) == (501, 501)
 
 
+def test_a_browser_that_leaves_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    asked, left = threading.Event(), threading.Event()
+
+    def look() -> dict[str, Any]:
+        asked.set()
+        left.wait(60)
+        return {"servers": "x" * 20_000_000}
+
+    server, url = page_server(look)
+    server.daemon_threads = False  # closing waits for the answer
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    with socket.create_connection(server.server_address[:2]) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(f"GET /{url.split('/', 3)[3]}look.json HTTP/1.0\r\n\r\n".encode())
+        assert asked.wait(60)
+    left.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_shows_servers_stalls_and_builds(url: str, tmp_path: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += ["--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", url]
+    flags += [
+        "--window-size=1280,900",
+        "--virtual-time-budget=3000",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        url,
+    ]
     done = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=90, check=True)
     for text in (
         "&lt;b&gt;sft&lt;/b&gt;",
@@ -90,7 +122,9 @@ def test_a_browser_shows_servers_stalls_and_builds(url: str, tmp_path: Path) -> 
         "10.0.0.7",
     ):
         assert text in done.stdout, text
-    assert done.stdout.count("<canvas") == 5, "one chart each, however often one looks"
+    widths = re.findall(r'<canvas width="(\d+)"', done.stdout)
+    assert len(widths) == 5, "one chart each, however often one looks"
+    assert len(set(widths)) == 1, "the first one, too, is as wide as its column"
     assert "<b>" not in done.stdout
     assert "as of" in done.stdout
 
