@@ -142,13 +142,14 @@ def _lowest(found: Mapping[str, Any]) -> str:
 
 
 def _left_out(found: Mapping[str, Any]) -> str:
-    """Rows of the source that were not trained, or not whole, with the first reason."""
+    """Rows of the source that were not trained, or not whole, with the reason of most of them."""
     if not found:
         return "not known yet: the build goes on"
     dropped, quarantined = sum(found["dropped"].values()), sum(found["quarantined"].values())
     said = []
     if dropped:
-        said.append(f"{dropped:,} rows dropped ({next(iter(found['dropped']))})")
+        reason, count = max(found["dropped"].items(), key=lambda one: one[1])
+        said.append(f"{dropped:,} rows dropped ({reason}{f': {count:,}' * (count < dropped)})")
     if quarantined:
         said.append(f"{quarantined:,} quarantined ({found['example']})")
     if found["truncated"]:
