@@ -117,7 +117,7 @@ window.browsed = (async () => {
     if (!texts.has(row)) texts.set(row, (row.why ? `${row.why}\n${row.detail}` : joined(row.first, row.end)).toLowerCase());
     return texts.get(row);
   };
-  const all = (why) => (why === "*" ? Object.values(table.quarantined).reduce((sum, one) => sum + one, 0) : why ? table.quarantined[why] : table.written);
+  const all = (why) => (why === "*" ? Object.values(table.quarantined).reduce((sum, one) => sum + one, 0) : why ? table.quarantined[why] : table.rows);
   let found = [];
   const show = (from) => {
     const some = found.slice(from, from + page);

@@ -54,6 +54,7 @@ class BrowsedRows:
         ids: int32 [T], the tokens that are kept, row after row.
         hits: bool [T], which of them have loss.
         pieces: id -> bytes of text, of the tokens of `ids`.
+        num_rows: of the entry; a pair is two.
         special: those of them that are special tokens.
         losses: row id -> what a run reported last.
         steps: row id -> steps that trained it.
@@ -68,6 +69,7 @@ class BrowsedRows:
     ids: npt.NDArray[np.int32]
     hits: npt.NDArray[np.bool_]
     pieces: Mapping[int, bytes]
+    num_rows: int
     special: frozenset[int] = frozenset()
     losses: Mapping[int, float] = field(default_factory=dict)
     steps: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -80,11 +82,11 @@ def browse(
 
     Args:
         rows: of the entry, all or some.
-        counts: of the entry, which say how many rows there are.
+        counts: of the entry, which say how many rows were set aside.
         set_aside: quarantined rows: where they are, reason and detail.
         command: that shows a row, without the row.
     """
-    listed, num_rows, told = len(rows.row_ids), counts["rows_written"], int(np.count_nonzero(rows.kept))
+    listed, num_rows, told = len(rows.row_ids), rows.num_rows, int(np.count_nonzero(rows.kept))
     which = "All rows" if listed == num_rows else f"{listed:,} of {num_rows:,} rows, evenly spread"
     if told < listed:
         worst = ", and those of the highest loss" if rows.losses else ""
@@ -113,7 +115,7 @@ def _table(
     ids = list(map(int, rows.row_ids))
     table = {
         "command": command,
-        "written": counts["rows_written"],
+        "rows": rows.num_rows,
         "quarantined": counts["quarantined"],
         "id": list(map(written, ids)),
         "tokens": list(map(int, rows.lengths)),

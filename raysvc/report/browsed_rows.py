@@ -89,7 +89,11 @@ def seen_rows(
 
 
 def browsed_rows(
-    entry: CacheEntry, seen: SeenRows, losses: Mapping[int, float], steps: Mapping[int, Sequence[int]]
+    entry: CacheEntry,
+    seen: SeenRows,
+    num_rows: int,
+    losses: Mapping[int, float],
+    steps: Mapping[int, Sequence[int]],
 ) -> BrowsedRows:
     """All rows that were seen, with the text of the tokens that are held."""
     tokenizer, used = entry.tokenizer, np.unique(seen.ids).tolist()
@@ -104,6 +108,7 @@ def browsed_rows(
         ids=seen.ids,
         hits=seen.hits,
         pieces=_pieces(tokenizer, used),
+        num_rows=num_rows,
         special=frozenset(special.intersection(used)),
         losses=losses,
         steps=steps,

@@ -99,7 +99,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_by_source(entry, seen.row_ids, seen.trained / np.maximum(seen.lengths, 1)),
-        rows=browsed_rows(entry, seen, losses, {} if other else _steps_of_rows(folder)),
+        rows=browsed_rows(entry, seen, len(rows), losses, {} if other else _steps_of_rows(folder)),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,

@@ -75,7 +75,7 @@ def listed(text: str = "hello", *, of_math: str = "math") -> BrowsedRows:
     ids = [[7, word, *[9] * (length - 4), 8, word] for length, word in held.items()]
     return BrowsedRows(
         [9, 4, 70, 5], [9, 4, 70, 5], [2, 2, 2, 5], [0, 1, 0, 1], ["chat", of_math], [*held, 0], np.concatenate(ids).astype(np.int32),
-        np.concatenate([[False] * (length - 2) + [True] * 2 for length in held]), {100: text.encode(), **PIECES}, frozenset([7]),
+        np.concatenate([[False] * (length - 2) + [True] * 2 for length in held]), {100: text.encode(), **PIECES}, 4, frozenset([7]),
         {4: 1.5, 70: 2.5}, {4: [0, 6]},
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         overview={"rows": 20},
         lengths={"chat": list(range(10, 25)), text: list(range(25, 30))},
         trained={"chat": [0.5] * 15, text: [0.25] * 5},
-        rows=listed(text),
+        rows=replace(listed(text), num_rows=20),
         row_counts={**row_counts, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": "too odd"}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
@@ -171,7 +171,7 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
     assert "num rows" in page
 
 
-COUNTS = {"rows_written": 4, "quarantined": {"<odd>": 900}}
+COUNTS = {"quarantined": {"<odd>": 900}}
 
 
 def test_every_row_is_in_the_table_of_the_page_with_what_it_is_found_by() -> None:
@@ -192,7 +192,7 @@ def test_every_row_is_in_the_table_of_the_page_with_what_it_is_found_by() -> Non
     assert (table["pieces"][place], table["special"][place]) == ("<b>one", 0)
     assert table["ids"][0] == 9, "the most frequent one is first"
     assert table["special"][table["ids"].index(7)] == 1
-    assert "4 of 50 rows, evenly spread; 3" in browse(listed(), {**COUNTS, "rows_written": 50}, [], "")
+    assert "4 of 50 rows, evenly spread; 3" in browse(replace(listed(), num_rows=50), COUNTS, [], "")
 
 
 def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
@@ -221,7 +221,7 @@ def test_tokens_of_a_page_are_those_that_went_in_however_many_kinds_there_are(
     ids = np.array([*range(kinds), *(number % kinds for number in numbers)], np.int32)
     hits = ids % 3 == 0
     pieces = dict.fromkeys(range(kinds), b"")
-    rows = BrowsedRows([0], [len(ids)], [0], [0], ["rows"], [len(ids)], ids, hits, pieces)
+    rows = BrowsedRows([0], [len(ids)], [0], [0], ["rows"], [len(ids)], ids, hits, pieces, 1)
     assert tokens_of(browse(rows, COUNTS, [], "")) == list(zip(ids.tolist(), hits.tolist(), strict=True))
 
 
@@ -347,7 +347,7 @@ def test_a_page_without_room_for_all_texts_has_the_longest_the_shortest_and_the_
     entry = raysvc.tokenize(job)
     rows, lengths = entry.row_ids(), entry.rows.lengths()
     losses = {int(row): float(number % 7) for number, row in enumerate(rows.tolist())} | {int(rows[5]): 99.0}
-    found = browsed_rows(entry, seen_rows(entry, rows, lengths, losses), losses, {})
+    found = browsed_rows(entry, seen_rows(entry, rows, lengths, losses), len(rows), losses, {})
     masks = {row: entry.row(row)["loss_mask"] for row in found.row_ids}
     assert list(found.row_ids) == rows.tolist() if most > 3 else 5 <= len(found.row_ids) <= 10 < len(rows)
     assert list(found.trained) == [sum(masks[row]) for row in found.row_ids]
