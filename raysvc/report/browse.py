@@ -82,7 +82,7 @@ def browse(
 
     Args:
         rows: of the entry, all or some.
-        counts: of the entry, which say how many rows were set aside.
+        counts: of the entry, which say how many rows were quarantined.
         set_aside: quarantined rows: where they are, reason and detail.
         command: that shows a row, without the row.
     """
