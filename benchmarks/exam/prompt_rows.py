@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ NOT_OFFERED = {
 }
 
 
-class Prompts:
-    """Counts steps, and epochs by them."""
+class Prompts(ABC):
+    """Counts steps, and epochs by them; an adapter makes the loader, and reads texts out of its batches."""
 
     loader: Any
 
@@ -28,11 +29,13 @@ class Prompts:
         self.o, self.steps = o, 0
         self.loader = self.made(prompts(rows), o)
 
+    @abstractmethod
     def made(self, file: Path, o: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """The loader of a file of prompts."""
 
+    @abstractmethod
     def texts(self, batch: Any) -> list[str]:
-        raise NotImplementedError
+        """The prompts of a batch."""
 
     def batches(self) -> Iterator[list[Any]]:
         for _ in range(self.steps // len(self.loader), self.o["epochs"]):
