@@ -24,6 +24,7 @@ from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.errors import ConfigError, RaysvcError, ServerError
+from raysvc.nodes.objects import are_made
 from raysvc.nodes.room import amounts, has_free, no_room, not_free, refuse_what_never_fits, what_is_missing
 from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
@@ -292,14 +293,18 @@ def wait_for(
         RaysvcError: what the other side raised on purpose, as it was raised there.
     """
     begin = time.monotonic()
+    limit_s: float | None = REPORT_EVERY_S
     while True:
         try:
-            return ray.get(refs, timeout=REPORT_EVERY_S)
+            return ray.get(refs, timeout=limit_s)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RaysvcError):
                 raise error.cause from None
             raise
         except ray.exceptions.GetTimeoutError:
+            if are_made(refs):
+                limit_s = None
+                continue
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
                 missing = lacks() or "raysvc doctor looks at its nodes"

@@ -22,6 +22,7 @@ from typing import Any
 
 from raysvc.cache.manifest import Receipt
 from raysvc.errors import RaysvcError
+from raysvc.nodes.objects import are_made
 
 log = logging.getLogger(__name__)
 NAMESPACE = "raysvc-builds"
@@ -191,11 +192,10 @@ def _answer(ref: Any, uri: str, check: Check) -> NewReceipts:
 
     asked = told = time.monotonic()
     while True:
-        try:
-            news: NewReceipts = ray.get(ref, timeout=LOOK_S)
+        if are_made(ref, LOOK_S):
+            news: NewReceipts = ray.get(ref)
             return news
-        except ray.exceptions.GetTimeoutError:
-            check()
+        check()
         if time.monotonic() - told > REPORT_S:
             told = time.monotonic()
             log.warning("waiting for the builder of %s since=%.0fs", uri, told - asked)

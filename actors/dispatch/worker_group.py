@@ -207,6 +207,8 @@ class WorkerGroup:
                 done, pending = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
                 self._raise_failure(call, refs, done)
                 self._refuse_after_failure(call)
+                if not pending:
+                    return list(ray.get(refs))  # without a limit: see raysvc.nodes.objects
                 missing = [rank for rank, ref in enumerate(refs) if ref in pending]
                 log.info("waiting call=%s ranks=%s for=%.0fs", call, missing, time.monotonic() - begin)
             except ray.exceptions.RayError:

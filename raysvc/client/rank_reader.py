@@ -26,6 +26,7 @@ from raysvc.client.look_ahead import Limit, LookAhead, Sizes
 from raysvc.client.steps import RankStep
 from raysvc.collate.shard import private, read_shard
 from raysvc.errors import StepFailed, StepOutOfOrder
+from raysvc.nodes.objects import are_made
 
 log = logging.getLogger(__name__)
 LOOK_AFTER = 1 / 4
@@ -110,15 +111,12 @@ class RankReader:
     def _values(self, refs: list[Any]) -> list[Any]:
         import ray
 
-        while True:
-            try:
-                values: list[Any] = ray.get(refs, timeout=POLL_S)
-            except ray.exceptions.GetTimeoutError:
-                self._connection.check()
-            except ray.exceptions.RayError:
-                return list(self._connection.get(refs))  # with the server's own error
-            else:
-                return values
+        while not are_made(refs, POLL_S):
+            self._connection.check()
+        try:
+            return list(ray.get(refs))
+        except ray.exceptions.RayError:
+            return list(self._connection.get(refs))  # with the server's own error
 
 
 def pause_s(taken_s: float, now_s: float) -> float:

@@ -62,15 +62,18 @@ def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") 
     """A reader whose shards are copied to ("own", shard), and open to ("opened", ...)."""
     left = [answers.late]
 
-    def get(refs: list[str], timeout: float) -> list[Any]:
-        assert (timeout, len(refs)) == (POLL_S, len(answers.values))
+    def are_made(refs: list[str], timeout_s: float) -> bool:
+        assert (timeout_s, len(refs)) == (POLL_S, len(answers.values))
         left[0] -= 1
-        if left[0] >= 0:
-            raise ray.exceptions.GetTimeoutError("later")
+        return left[0] < 0
+
+    def get(refs: list[str]) -> list[Any]:
+        assert len(refs) == len(answers.values)
         if answers.error:
             raise ray.exceptions.RayError("gone")
         return list(answers.values)
 
+    monkeypatch.setattr(rank_reader, "are_made", are_made)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(rank_reader, "read_shard", lambda wire: ("opened", *wire))
     monkeypatch.setattr(rank_reader, "private", lambda wire: ("own", wire))
@@ -161,7 +164,7 @@ def test_what_the_connection_gets_after_a_broken_answer_is_the_step(monkeypatch:
     answers = Answers([info(7), "a"])
     own = reader(answers, monkeypatch)
 
-    def gone(refs: list[str], timeout: float) -> list[Any]:
+    def gone(refs: list[str]) -> list[Any]:
         raise ray.exceptions.RayError("gone")
 
     monkeypatch.setattr(ray, "get", gone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from raysvc.cache.manifest import Receipt
 from raysvc.job.config import PoolConfig
@@ -59,24 +60,22 @@ def test_a_cluster_that_never_forgets_a_dead_builder_ends_the_build(monkeypatch:
         list(shared_receipts(WORK))
 
 
-def answers(*given: Exception | NewReceipts) -> Callable[..., NewReceipts]:
-    """What `ray.get` does, one call after the other."""
-    left = iter(given)
+def answer_after(looks: float, news: NewReceipts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each call of a builder end after so many looks at it."""
+    left = [looks]
 
-    def get(ref: object, timeout: float) -> NewReceipts:
-        answer = next(left)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def are_made(ref: object, timeout_s: float) -> bool:
+        left[0] -= 1
+        return left[0] < 0
 
-    return get
+    monkeypatch.setattr(shared_build, "are_made", are_made)
+    monkeypatch.setattr(ray, "get", lambda ref: news)
 
 
 def test_a_late_answer_is_waited_for_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    late = GetTimeoutError("late")
-    monkeypatch.setattr(ray, "get", answers(late, late, NewReceipts((), finished=True)))
+    answer_after(2, NewReceipts((), finished=True), monkeypatch)
     monkeypatch.setattr(shared_build, "REPORT_S", 0.0)
     assert shared_build._answer(None, "/cache/key", lambda: None).finished
     assert [text.split(" since=")[0] for text in caplog.messages] == [
@@ -85,8 +84,7 @@ def test_a_late_answer_is_waited_for_and_told(
 
 
 def test_who_wants_to_leave_does_not_stay_in_a_call_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = GetTimeoutError("late")
-    monkeypatch.setattr(ray, "get", answers(*[late] * 3))
+    answer_after(math.inf, NewReceipts((), finished=True), monkeypatch)
     looks = iter([False, True])
 
     def check() -> None:
@@ -104,7 +102,7 @@ def test_a_builder_that_answers_at_once_and_has_nothing_does_not_keep_the_caller
     builder = SimpleNamespace(start=call, news=call)
     options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: builder))
     monkeypatch.setattr(ray, "remote", lambda _: options)
-    monkeypatch.setattr(ray, "get", lambda ref, timeout: NewReceipts((), finished=False))
+    answer_after(0, NewReceipts((), finished=False), monkeypatch)
     monkeypatch.setattr(shared_build, "POLL_S", 0.0)
     looks = iter([False] * 5 + [True])
 

@@ -30,6 +30,7 @@ ATTACHED = {  # room -> modules of ours that a trainer loads before it calls `at
     "feedback": "driver_feedback request",
     "job": "*",
     "media": "processor_spec",
+    "nodes": "objects",
     "plan": "fact_table schedule",
     "trackers": "stalls",
 }
