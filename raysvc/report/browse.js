@@ -30,12 +30,17 @@ window.browsed = (async () => {
     share: table.trained[at] / Math.max(table.tokens[at], 1),
     source: table.sources[table.source[at]],
     loss: table.loss[at],
+    role: table.roles[at],
+    second: at % 2 === 1,
     steps: table.steps[at],
     kept: table.kept[at],
     first: end,
     end: (end += table.kept[at]),
   }));
-  rows.push(...table.aside.map((one) => ({ ...one, id: `source row ${one.shown}` })));
+  // rows that stay together: one, or the two of a pair
+  const units = table.roles.length ? rows.flatMap((row, at) => (row.second ? [] : [[row, rows[at + 1]]])) : rows.map((row) => [row]);
+  const aside = table.aside.map((one) => ({ ...one, id: `source row ${one.shown}` }));
+  units.push(...aside.map((row) => [row]));
   // a bit for each token that is held, then its number in table.ids, in groups of seven bits
   const hit = (at) => (stream[at >> 3] >> (7 - (at & 7))) & 1;
   const numbers = new Uint32Array(end);
@@ -69,7 +74,7 @@ window.browsed = (async () => {
   const facts = (row) =>
     row.why
       ? ["quarantined"]
-      : [`${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, ...(row.loss == null ? [] : [`loss ${row.loss.toFixed(3)}`])];
+      : [row.role, `${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`].filter(Boolean);
   const begin = (row) =>
     row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
   // characters with which all of some texts begin, a system message as a rule
@@ -95,17 +100,19 @@ window.browsed = (async () => {
   const drawn = (row, text) => {
     const one = make("details", make("summary", ...[row.id, ...facts(row)].map((fact) => make("span", fact)), make("q", text.slice(0, 120))));
     one.addEventListener("toggle", () => one.append(...opened(row)), { once: true });
+    if (row.role) one.className = row.second ? "second" : "first";
     return one;
   };
+  // what is smallest comes first; of a pair the smaller one counts
   const orders = {
-    ...(table.kept.includes(0) ? { "with their text": (a, b) => Number(!a.kept) - Number(!b.kept) } : {}),
+    ...(table.kept.includes(0) ? { "with their text": (row) => Number(!row.kept) } : {}),
     entry: () => 0,
-    longest: (a, b) => b.tokens - a.tokens,
-    shortest: (a, b) => a.tokens - b.tokens,
-    "most trained": (a, b) => b.share - a.share,
-    "least trained": (a, b) => a.share - b.share,
+    longest: (row) => -row.tokens,
+    shortest: (row) => row.tokens,
+    "most trained": (row) => -row.share,
+    "least trained": (row) => row.share,
   };
-  if (rows.some((one) => one.loss != null)) orders["highest loss"] = (a, b) => (b.loss ?? -Infinity) - (a.loss ?? -Infinity);
+  if (rows.some((one) => one.loss != null)) orders["highest loss"] = (row) => -(row.loss ?? -Infinity);
   for (const name of Object.keys(orders)) order.add(new Option(name === "entry" ? "in the order of the entry" : `${name} first`, name));
   for (const [name, number] of Object.entries(table.quarantined)) state.add(new Option(`quarantined: ${name} (${figure(number)})`, name));
   if (state.options.length > 2) state.add(new Option("quarantined: all reasons", "*"));
@@ -129,7 +136,10 @@ window.browsed = (async () => {
   const choose = () => {
     const word = find.value.trim().toLowerCase();
     const here = (row) => (state.value === "*" ? row.why : (row.why || "") === state.value) && (!source.value || row.source === source.value);
-    found = rows.filter((row) => here(row) && (!word || row.id === word || text(row).includes(word))).sort(orders[order.value]);
+    const wanted = (row) => here(row) && (!word || row.id === word || text(row).includes(word));
+    const place = (unit) => Math.min(...unit.map(orders[order.value]));
+    const sorted = units.filter((unit) => unit.some(wanted)).map((unit) => [place(unit), unit]).sort(([a], [b]) => (a < b ? -1 : Number(a > b)));
+    found = sorted.flatMap(([, unit]) => unit);
     list.replaceChildren();
     show(0);
     count.textContent = `${figure(found.length)} of ${figure(all(state.value))}`;

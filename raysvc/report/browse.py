@@ -4,7 +4,8 @@ Axes: N rows, T tokens of those that the page holds, K different ones.
 Always true:
 - facts of rows and tokens of all, or of as many as there is room for, lie packed in the page; its script makes their text of
   the bytes of each token, and draws only those that are looked at;
-- a row without its middle says how many tokens are left out.
+- a row without its middle says how many tokens are left out;
+- the two rows of a pair stand together, whatever is searched or sorted by, and have one loss, which is told at the first.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ STYLE = """
 #rows>details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
 #rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}
 @media(max-width:640px){#rows summary q{display:block;overflow:hidden;text-overflow:ellipsis}}
+#rows>.first{border-bottom:0}#rows>.second{border-left:3px solid var(--line);padding-left:10px}
 #rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}#rows p{margin:0 0 4px;overflow-wrap:anywhere}
 .ids{display:flex;flex-wrap:wrap;gap:4px;font-size:11px;max-height:40vh;overflow:auto;margin-bottom:12px}
 .ids>*{border:1px solid var(--line);border-radius:3px;padding:0 3px;font-weight:400}.ids>b{color:var(--on);background:var(--onb)}.ids code{white-space:pre-wrap;display:block}
@@ -56,8 +58,9 @@ class BrowsedRows:
         pieces: id -> bytes of text, of the tokens of `ids`.
         num_rows: of the entry; a pair is two.
         special: those of them that are special tokens.
-        losses: row id -> what a run reported last.
+        losses: row id -> what a run reported last; of a pair it is that of its first row.
         steps: row id -> steps that trained it.
+        roles: [N], what each row of a pair is in it, a pair's two rows one after the other; empty where rows are no pairs.
     """
 
     row_ids: Sequence[int]
@@ -73,6 +76,7 @@ class BrowsedRows:
     special: frozenset[int] = frozenset()
     losses: Mapping[int, float] = field(default_factory=dict)
     steps: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    roles: Sequence[str] = ()
 
 
 def browse(
@@ -124,6 +128,7 @@ def _table(
         "sources": list(rows.sources),
         "loss": [None if row not in rows.losses else round(rows.losses[row], 4) for row in ids],
         "steps": [rows.steps.get(row) for row in ids],
+        "roles": list(rows.roles),
         "kept": list(map(int, rows.kept)),
         "ids": order.tolist(),
         "pieces": [rows.pieces[token].decode("latin-1") for token in order.tolist()],

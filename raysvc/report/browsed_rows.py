@@ -5,12 +5,13 @@ Always true:
 - a page lists all rows of an entry with at most `LISTED` rows of `LISTED_TOKENS` tokens, else some, evenly spread;
 - it holds the tokens of all of them where these are at most `HELD_TOKENS`, else some `HELD_TOKENS`: every row that one looks for
   first, and others, evenly spread;
-- of a long row it holds the first and the last `END_TOKENS`.
+- of a long row it holds the first and the last `END_TOKENS`;
+- it lists both rows of a pair, and holds the tokens of both, or of none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.chat.tokens.token_bytes import bytes_of_tokens
+from raysvc.job.config import PAIRED
 from raysvc.media.medium import TOKENS
 from raysvc.ragged import Int64s, cells_of_runs
 from raysvc.report.browse import BrowsedRows
@@ -50,6 +52,7 @@ class SeenRows:
         kept: int64 [N], how many of its tokens are held.
         ids: int32 [T], those tokens, row after row.
         hits: bool [T], which of them have loss.
+        roles: [N], what each row is in its pair; empty where rows are no pairs.
     """
 
     row_ids: Int64s
@@ -59,6 +62,7 @@ class SeenRows:
     kept: Int64s
     ids: npt.NDArray[np.int32]
     hits: npt.NDArray[np.bool_]
+    roles: Sequence[str] = ()
 
 
 def seen_rows(
@@ -68,11 +72,12 @@ def seen_rows(
     mean = max(float(lengths.mean()), 1.0)
     places = spread(len(rows), min(LISTED, int(LISTED_TOKENS / mean)))
     if len(places) < len(rows):
-        places = sorted({*places, *_ends(rows, lengths, losses)})
+        places = _whole(entry, {*places, *_ends(rows, lengths, losses)})
     listed = np.array(places, np.int64)
     kept = kept_tokens(entry, rows[listed], lengths[listed], losses)
     each = max(int(READ_TOKENS / mean), 1)
     trained, media, ids, hits = [], [], [], []
+    roles: list[str] = []
     for first in range(0, len(listed), each):
         batch = entry.rows.read(rows[listed[first : first + each]])
         hit = batch.tokens["loss_mask"] != 0
@@ -83,8 +88,9 @@ def seen_rows(
         hits.append(hit[cells])
         if (counts := batch.rows.get(TOKENS)) is not None:
             media += batch.row_ids[np.flatnonzero(counts)].tolist()
+        roles += _roles(entry, batch.rows)
     return SeenRows(
-        rows[listed], lengths[listed], np.concatenate(trained), media, kept, np.concatenate(ids), np.concatenate(hits)
+        rows[listed], lengths[listed], np.concatenate(trained), media, kept, np.concatenate(ids), np.concatenate(hits), roles
     )  # fmt: skip
 
 
@@ -112,6 +118,7 @@ def browsed_rows(
         special=frozenset(special.intersection(used)),
         losses=losses,
         steps=steps,
+        roles=seen.roles,
     )
 
 
@@ -153,7 +160,7 @@ def kept_tokens(
         there = np.flatnonzero(source == number)
         chosen.update(there[spread(len(there), OF_A_SOURCE)].tolist())
     kept = np.zeros(len(rows), np.int64)
-    held = sorted(chosen)
+    held = _whole(entry, chosen)
     kept[held] = cut[held]
     return kept
 
@@ -167,6 +174,28 @@ def held_cells(offsets: Int64s, kept: Int64s) -> Int64s:
     first = (kept + 1) // 2
     starts = np.stack([offsets[:-1], offsets[1:] - (kept - first)], axis=1)
     return cells_of_runs(starts.reshape(-1), np.stack([first, kept - first], axis=1).reshape(-1))
+
+
+def _are_pairs(entry: CacheEntry) -> bool:
+    """Returns whether rows 2 p and 2 p + 1 are a pair."""
+    return any(one.recipe.get("format") in PAIRED for one in entry.entries)
+
+
+def _whole(entry: CacheEntry, places: Set[int]) -> list[int]:
+    """These places, ascending, and those of the other rows of their pairs."""
+    return sorted(places | {place ^ 1 for place in places} if _are_pairs(entry) else places)
+
+
+def _roles(entry: CacheEntry, columns: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    """What each row is in its pair, by the columns that its format gives it."""
+    if not _are_pairs(entry):
+        return []
+    if "mismatched" not in columns:
+        return ["chosen" if chosen else "rejected" for chosen in columns["chosen"].tolist()]
+    labels = ["good" if label else "bad" for label in columns["label"].tolist()]
+    return [
+        "mismatched" if other else label for other, label in zip(columns["mismatched"], labels, strict=True)
+    ]
 
 
 def _ends(rows: Int64s, lengths: npt.NDArray[np.int32], losses: Mapping[int, float]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,13 +141,17 @@ def _feedback(job: JobConfig) -> FeedbackLog:
 
 
 def _losses(job: JobConfig, steps: int) -> dict[int, float]:
-    """Row -> the loss that a run reported of it last, a mean over its targets where the run said how many there are."""
+    """Row -> the loss that a run reported of it last, a mean over its targets where the run said how many there are.
+
+    A row without a target has none: the loss of a pair is that of its first row.
+    """
     log = _feedback(job)
     found = log.outcomes(0, steps, log.decisions())
-    sums = found.columns.get("loss", np.zeros(0)).astype(np.float64)
-    targets = np.nan_to_num(found.columns.get("targets", np.ones(len(sums))), nan=1.0)
-    means = (sums / np.maximum(targets, 1.0)).tolist()
-    return {row: loss for row, loss in zip(found.row_ids.tolist(), means, strict=False) if isfinite(loss)}
+    nothing = np.full(len(found.steps), np.nan)
+    sums = found.columns.get("loss", nothing).astype(np.float64)
+    targets = np.nan_to_num(found.columns.get("targets", nothing).astype(np.float64), nan=1.0)
+    told = np.flatnonzero(np.isfinite(sums) & (targets > 0))
+    return dict(zip(found.row_ids[told].tolist(), (sums[told] / targets[told]).tolist(), strict=True))
 
 
 def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:

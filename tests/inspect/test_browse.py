@@ -238,10 +238,60 @@ def test_a_small_source_has_rows_with_their_text_beside_a_large_one(monkeypatch:
         monkeypatch.setattr(f"raysvc.report.browsed_rows.{name}", value)
     source = np.repeat([0, 1], [1000, 5])
     rows = source_base(source) + np.arange(1005)
-    entry: Any = SimpleNamespace(sources=("large", "small"))
+    entry: Any = SimpleNamespace(sources=("large", "small"), entries=())
     kept = kept_tokens(entry, rows, np.arange(1005, dtype=np.int32) % 50 + 3, {int(rows[7]): 1.0})
     assert kept[7] == 10, "the one of the highest loss, whole"
     assert ((kept[source == 1] > 0).sum(), (kept > 0).sum() < 20) == (3, True)
+
+
+LOOK_AT_PAIRS = """
+  const told = () => [...document.querySelectorAll("#rows > details")].map((one) => [one.className, ...[...one.querySelectorAll("summary > span")].slice(1).map((each) => each.textContent)].join(" "));
+  said.push(...told()); set("order", "highest loss"); said.push(seen()); set("order", "shortest"); said.push(seen());
+  set("find", "short"); said.push(seen());
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_pair_stands_together_with_one_loss_however_rows_are_sorted(tmp_path: Path) -> None:
+    rows = replace(listed(), roles=["chosen", "rejected"] * 2, losses={9: 0.5, 70: 2.5})
+    assert looked_at(tmp_path, LOOK_AT_PAIRS, replace(facts(), rows=rows))[1:] == [
+        "first chosen 9 tokens 22% trained pair's loss 0.500", "second rejected 4 tokens 50% trained",
+        "first chosen 70 tokens 3% trained pair's loss 2.500", "second rejected 5 tokens 100% trained",
+        "70,5,9,4", "9,4,70,5", "9,4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [("preference", ["chosen", "rejected"]), ("kto", ["good", "mismatched", "bad", "mismatched"])],
+)
+def test_a_page_without_room_for_all_lists_and_holds_whole_pairs(
+    kind: str, roles: list[str], tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = {"LISTED": 7, "LEAST_HELD": 2, "HELD_TOKENS": 0, "ENDS": 1, "OF_A_SOURCE": 1}
+    for name, value in room.items():
+        monkeypatch.setattr(f"raysvc.report.browsed_rows.{name}", value)
+    told = [
+        {"prompt": "what is it", "chosen": "a dog" + " barks" * number, "rejected": "no"} if kind == "preference"
+        else {"prompt": "what is it", "completion": "a dog" + " barks" * number, "label": number % 2 == 0}
+        for number in range(20)
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    entry = raysvc.tokenize(
+        {"source": {"path": str(tmp_path / "rows.jsonl"), "format": kind}, "tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path)}}
+    )  # fmt: skip
+    ids, lengths = entry.row_ids(), entry.rows.lengths()
+    every = seen_rows(entry, ids, lengths, {})
+    assert len(ids) == 40
+    monkeypatch.setattr("raysvc.report.browsed_rows.LISTED", 100)
+    whole = seen_rows(entry, ids, lengths, {})
+    assert whole.roles == roles * (40 // len(roles))
+    place = np.searchsorted(ids, every.row_ids)
+    assert 8 <= len(place) < 40
+    assert place[::2].tolist() == (place[1::2] - 1).tolist()
+    assert every.roles == [whole.roles[one] for one in place]
+    assert ((every.kept > 0)[::2] == (every.kept > 0)[1::2]).all()
+    assert ((whole.kept > 0)[::2] == (whole.kept > 0)[1::2]).all()
 
 
 SAY_TEXTS = """<script>addEventListener("load", async () => {
@@ -323,13 +373,13 @@ def test_what_a_run_says_of_rows_is_told_of_those_that_it_trained_alone(
         assert ("rows of the run" in found.overview) == (not steps)
 
 
-def test_the_loss_of_a_row_is_a_mean_over_its_targets_where_a_run_says_how_many(tmp_path: Path) -> None:
+def test_the_loss_of_a_row_is_a_mean_over_its_targets_and_a_row_without_one_has_none(tmp_path: Path) -> None:
     job: Any = SimpleNamespace(run_dir=str(tmp_path), cache=SimpleNamespace(storage_options={}))
     log, rows = FeedbackLog(f"{tmp_path}/server/feedback", {}), np.array([3, 9, 12])
     losses = {"loss": np.array([12.0, 30.0, 0.0], np.float32), "targets": np.array([4, 20, 0], np.float32)}
     log.report(RowOutcomes(np.zeros(3, np.int64), rows, losses), 0)
     log.report(RowOutcomes(np.ones(1, np.int64), rows[:1] + 1, {"loss": np.array([2.5], np.float32)}), 0)
-    assert _losses(job, 2) == {3: 3.0, 9: 1.5, 12: 0.0, 4: 2.5}
+    assert _losses(job, 2) == {3: 3.0, 9: 1.5, 4: 2.5}
 
 
 def test_a_damaged_row_log_is_named_once_with_one_remedy(tmp_path: Path) -> None:
