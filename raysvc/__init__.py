@@ -86,4 +86,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    """Lists the public names alone, and what every module has."""
+    return sorted([*(name for name in globals() if name.startswith("__")), *__all__])

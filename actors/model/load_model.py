@@ -6,6 +6,8 @@ This file imports neither torch nor transformers before a model is made.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +55,8 @@ def load_lm(
         vision: of `tiny-vision`.
 
     Raises:
-        ConfigError: the folder of the model is not on this node, or its configuration or weights cannot be read, or are not what
-            raysvc exported.
+        ConfigError: the folder of the model is not on this node, or its configuration or weights cannot be read, are not what
+            raysvc exported, or are not all there.
     """
     if name == "tiny":
         return tiny_model(vocab_size, critic)
@@ -73,10 +75,23 @@ def load_lm(
             kind = auto_class(config)
     more = {"num_labels": 1} if critic else {}
     try:
-        model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
+        model, found = kind.from_pretrained(
+            str(folder), dtype=dtype, revision=revision, output_loading_info=True, **more
+        )
     except Exception as error:
         raise _not_loaded(where, name, error) from error
+    _check_all_there(model, found["missing_keys"], critic, where, name)
     return model
+
+
+def _check_all_there(model: Any, missing: Iterable[str], critic: bool, where: str, name: str) -> None:
+    """Refuse weights that `transformers` filled with random numbers, but the head of a critic, which every other model lacks."""
+    inside = f"{model.base_model_prefix}."
+    lost = sorted(weight for weight in missing if not critic or weight.startswith(inside))
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        what = f"the files of {name!r} lack {', '.join(lost[:3])}{more}, which transformers would fill with random numbers"
+        raise ConfigError(where, what, "give a folder with all weights that its config.json describes")
 
 
 def read_config(name: str, where: str = "trainer.model", revision: str | None = None) -> Any:
@@ -118,6 +133,20 @@ def _bad_file(folder: Path) -> str:
         except (OSError, SafetensorError) as error:
             return f"{path.name}: {error}"
     return ""
+
+
+def num_weights(name: str) -> int | None:
+    """Counts the weights in the files of a model by their heads; None where this machine has no safetensors of it, or cannot read them."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for path in Path(name).expanduser().glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="np") as file:
+                count += sum(prod(file.get_slice(weight).get_shape()) for weight in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+    return count or None
 
 
 def auto_class(config: Any) -> Any:

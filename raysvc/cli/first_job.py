@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from raysvc.actors.model.load_model import num_weights
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
@@ -49,6 +50,9 @@ OBJECTIVES = {
     "kto": "kto   # needs a column ref_logprobs",
     "stepwise": "process   # a reward for each step",
 }
+# a model with fewer weights than the first number learns at the second; a larger one at `LARGE_RATE`
+RATES = ((1e6, 1e-2), (2e7, 3e-3), (5e8, 1e-4))
+LARGE_RATE = 1e-5
 PACKED = ("chat", "alpaca", "question_answer", "prompt_completion", "text", "pretokenized")
 
 
@@ -85,11 +89,6 @@ class Look:
     too_long: tuple[str, int] | None
     why: str
     takes: str = ""
-
-    @property
-    def is_tiny(self) -> bool:
-        """Returns whether the model is one for trying."""
-        return self.model in ("tiny", TINY_VISION)
 
     @property
     def unusable(self) -> str:
@@ -240,7 +239,7 @@ server:
 trainer:
   model: {json.dumps(found.model)}   # {"tiny-vision" if found.media else "tiny"} (random, for trying), a folder, or a hub name
 {_objective(found.format)}  dp_size: 1   # ranks, one GPU each
-  learning_rate: {"1.0e-2   # of a tiny model; a trained one wants some 1.0e-5" if found.is_tiny else "1.0e-5"}
+  learning_rate: {_rate_line(found.model)}
   precision: {"bf16" if has_gpu() else "fp32"}   # bf16 on GPUs: float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
 # evals: {{held: {{share: 0.05}}}}   # held out by prompt, never trained; trainer.keep_best and stop_after act on it
@@ -261,13 +260,27 @@ def script_text(trainer: str, job: Path, tokenizer: str, found: Look) -> str:
         "JOB": str(job),
         "TOKENIZER": tokenizer,
         "MODEL": found.model,
-        "LEARNING_RATE": 3e-3 if found.is_tiny else 1e-5,
+        "LEARNING_RATE": min(3e-3, _rate(found.model)),
     }
     text = files("raysvc.cli.trainers").joinpath(f"train_{trainer}.py").read_text()
     lines = text.splitlines(keepends=True)
     return "".join(
         f"{name} = {values[name]!r}\n" if (name := line.split(" = ")[0]) in values else line for line in lines
     )
+
+
+def _rate(model: str) -> float:
+    """A rate at which a model of this size learns within some twenty steps; that of a large one where its size is not known."""
+    size = 0 if model in ("tiny", TINY_VISION) else num_weights(model)
+    return LARGE_RATE if size is None else next((rate for most, rate in RATES if size < most), LARGE_RATE)
+
+
+def _rate_line(model: str) -> str:
+    size = None if model in ("tiny", TINY_VISION) else num_weights(model)
+    rate = f"{_rate(model):.1e}".replace("e-0", "e-")
+    if size is not None:
+        return f"{rate}   # for {size / 1e6:.3g} million weights"
+    return rate if rate == "1.0e-5" else f"{rate}   # of a tiny model; a trained one wants some 1.0e-5"
 
 
 def _batch_size(num_rows: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from raysvc.actors.model.load_model import load_lm
 from raysvc.actors.worker import spread
@@ -187,6 +188,19 @@ def test_a_bad_file_of_weights_is_named(content: bytes, tmp_path: Path) -> None:
     bad.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"cannot be loaded \({bad.name}: "):
         load_lm(path, VOCAB)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_files_that_lack_a_weight_are_refused(critic: bool, tmp_path: Path) -> None:
+    path = saved_in_parts(tmp_path / "model", "llama")
+    load_lm(path, VOCAB, critic=critic)  # the head of a critic is new
+    lost = "model.layers.1.mlp.up_proj.weight"
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        weights = load_file(file)
+        if weights.pop(lost, None) is not None:
+            save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"^trainer\.model: the files of '{path}' lack {lost}, "):
+        load_lm(path, VOCAB, critic=critic)
 
 
 def test_odd_tensors_go_out_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

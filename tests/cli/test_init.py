@@ -21,7 +21,7 @@ from raysvc.cli.main import app
 from raysvc.cli.sample_data import chat_rows
 from raysvc.job.job_file import load_job
 from raysvc.training.objective import objective_of
-from tests.actors.small_models import small_model
+from tests.actors.small_models import small_folder, small_model
 
 Rows = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -112,6 +112,30 @@ def test_a_model_folder_is_trained_and_nothing_is_written_over(
     assert (odd.exit_code, odd.stderr.count("\n")) == (2, 1)
     assert "colour" in odd.stderr
     assert not (tmp_path / "odd.yaml").exists()
+
+
+def rate_of(sample: dict[str, str], folder: Path) -> tuple[float, str]:
+    """The rate that `init` writes for a model folder, and its line."""
+    out = folder.parent / f"{folder.name}.yaml"
+    assert run(sample["rows"], "--tokenizer", str(folder), "--out", str(out)).exit_code == 0
+    line = next(line for line in out.read_text().splitlines() if "learning_rate" in line)
+    return load_job(out).trainer.learning_rate, line.strip()
+
+
+def test_the_rate_fits_the_size_of_the_model(tmp_path: Path, sample: dict[str, str]) -> None:
+    for name in ("own", "small", "unknown", "wide"):
+        shutil.copytree(sample["tokenizer"], tmp_path / name)
+    small_folder("llama", tmp_path / "small")
+    small_folder("llama", tmp_path / "wide", hidden_size=1024, intermediate_size=4096, num_hidden_layers=1)
+    (tmp_path / "unknown" / "config.json").write_text("{}")
+    count = sum(weight.numel() for weight in small_model("llama").parameters())
+    assert rate_of(sample, tmp_path / "small") == (
+        1e-2,
+        f"learning_rate: 1.0e-2   # for {count / 1e6:.3g} million weights",
+    )
+    assert rate_of(sample, tmp_path / "own")[0] == 1e-2
+    assert rate_of(sample, tmp_path / "wide")[0] == 3e-3
+    assert rate_of(sample, tmp_path / "unknown") == (1e-5, "learning_rate: 1.0e-5")
 
 
 def test_rows_with_weights_of_messages_get_a_job_that_reads_them(
