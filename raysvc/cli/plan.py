@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -36,7 +36,7 @@ def plan(
     """
     from raysvc import api
     from raysvc.builds.job_plan import plan_of, report_of
-    from raysvc.collate.plan_report import rows_of_step
+    from raysvc.collate.plan_report import in_words, rows_of_step
     from raysvc.errors import PlanError
     from raysvc.job.job_file import load_job
     from raysvc.row_ids import written
@@ -76,7 +76,7 @@ def plan(
     if as_json:
         emit({"dp_size": dp_size, **asdict(report)})
         return
-    print_table(f"Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}", _facts(asdict(report)))
+    print_table(f"Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}", in_words(report))
     for start, stop, count in report.histogram:
         bar = "█" * round(BAR * count / max(n for _, _, n in report.histogram))
         print(f"{start:>10,} – {stop:>10,} tokens {bar} {count}")
@@ -91,15 +91,3 @@ def _steps_there(plan: Plan, entry: CacheEntry) -> int:
 
     every = range(1, plan.schedule.num_steps + 1)
     return bisect.bisect_right(every, False, key=lambda steps: not are_listed(steps))
-
-
-def _facts(report: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: value for name, value in report.items() if name not in ("histogram", "tokens_per_step")}
-    if not report["held_rows"]:
-        del shown["held_rows"], shown["held_groups"]
-    for name in ("bytes_per_step", "bytes_look_ahead"):
-        shown[name] = f"{report[name] / 1e6:,.2f} MB"
-    for name in ("share_padding", "share_dummies", "packing_efficiency"):
-        shown[name] = "–" if report[name] is None else f"{report[name]:.2%}"
-    percentiles = report["tokens_per_step"].items()
-    return {**shown, "tokens_per_step": " ".join(f"p{name} {value:,}" for name, value in percentiles)}

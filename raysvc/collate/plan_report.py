@@ -158,6 +158,41 @@ def plan_report(
     )
 
 
+def in_words(report: PlanReport) -> dict[str, str]:
+    """The figures of a plan as people read them, with their units; counts of exceptions that did not occur are left out."""
+    percentiles = report.tokens_per_step
+    bytes_per_step, look_ahead = (
+        f"{number / 1e6:,.2f} MB" for number in (report.bytes_per_step, report.bytes_look_ahead)
+    )
+    sampled = f"in {report.sampled_steps:,} sampled steps"
+    exceptions = {
+        "rows held out for evals": (report.held_rows, f"in {report.held_groups:,} groups"),
+        "dummy rows, which fill ranks": (report.dummies, sampled),
+        "rows cut to the budget": (report.truncated, sampled),
+        "rows over the budget, left out": (report.dropped, sampled),
+        "rows over the budget, alone in a micro-batch": (report.alone, sampled),
+        "rows of skip_rows": (report.skipped, sampled),
+    }
+    told = {
+        "rows": f"{report.num_rows:,}",
+        "groups in an epoch": f"{report.num_groups:,}",
+        "steps": f"{report.num_steps:,}, {report.steps_per_epoch:,} in an epoch",
+        "optimizer steps": f"{report.optimizer_steps:,}",
+        "tokens of a step": f"{percentiles[50]:,}, half of the steps {percentiles[25]:,} to {percentiles[75]:,}",
+        "fewest and most tokens of a step": f"{percentiles[0]:,} and {percentiles[100]:,}",
+        "micro-batches of a rank in a step": f"{report.micro_batches_per_step:.3g}",
+        "padding": f"{report.share_padding:.2%} of the cells",
+        "cells of dummy rows": f"{report.share_dummies:.2%}",
+        "largest rank over the mean, tokens": f"{report.imbalance_tokens:.3f}",
+        "largest rank over the mean, cost": f"{report.imbalance_cost:.3f}",
+        "bytes of a step": bytes_per_step,
+        "bytes of a step and its look-ahead": f"at most {look_ahead}",
+    }
+    if report.packing_efficiency is not None:
+        told["filled part of the packs"] = f"{report.packing_efficiency:.2%}"
+    return told | {name: f"{count:,} {where}" for name, (count, where) in exceptions.items() if count}
+
+
 def rows_of_step(plan: Plan, step: int, dp_size: int) -> Iterator[StepRow]:
     """Every real row of `step`, by mini-batch, rank, micro-batch and place in it."""
     for number, mini in enumerate(plan.step(step, dp_size).mini_batches):

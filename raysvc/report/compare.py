@@ -19,7 +19,7 @@ from typing import Any
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
 from raysvc.report.charts import Chart, with_dots
-from raysvc.report.page import Figures, records, whole_page
+from raysvc.report.page import Figures, charts_over_steps, records, whole_page
 from raysvc.report.run_charts import Line, eval_points
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import identity_in
@@ -151,7 +151,7 @@ def render_comparison(runs: Sequence[RunFacts]) -> str:
     sections = [
         f"<div class='card'>{records(figures_of(runs), names)}</div><p>{escape(rows_in_words(runs))}</p>",
         f"<h2>Fields that differ</h2><div class='card'>{fields}</div>",
-        f"<h2>Curves</h2><div class='grid2'>{figures.place(*charts_of(runs))}</div>",
+        f"<h2>Curves</h2>{charts_over_steps(figures, charts_of(runs))}",
     ]
     return whole_page(" and ".join(run.name for run in runs), sections, figures)
 

@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from raysvc.report.browsed_rows import browsed_rows, seen_rows, spread
 from raysvc.row_ids import parse, split
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, identity_in
+from raysvc.training.run_job import given_fields
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -54,6 +55,7 @@ class Facts:
         summary: of the run; None without one.
         media: of some rows, by row number.
         decisions: of the run, in the order in which they were made.
+        job: dotted key -> value of the fields that the job gives, without credentials.
     """
 
     title: str
@@ -72,6 +74,7 @@ class Facts:
     command: str = "raysvc show"
     media: Mapping[int, Sequence[ShownMedium]] = field(default_factory=dict)
     decisions: Sequence[Mapping[str, Any]] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
 
 
 def gather(job: JobConfig, entry: CacheEntry) -> Facts:
@@ -112,14 +115,14 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             entry, [seen.with_media[place] for place in spread(len(seen.with_media), MEDIA_ROWS)]
         ),
         decisions=_decisions(job),
+        job=given_fields(job),
     )
 
 
-def plan_rows(plan: PlanReport) -> dict[str, Any]:
-    """The plan's figures without its histogram, and of held-out rows where there are any."""
-    told = asdict(plan)
-    absent = {"histogram", "tokens_per_step", *(() if plan.held_rows else ("held_rows", "held_groups"))}
-    return {name: value for name, value in told.items() if name not in absent}
+def newest_rate(steps: Sequence[Mapping[str, Any]], most: int = 20) -> float:
+    """Trained tokens per second of the last steps together."""
+    last = steps[-most:]
+    return float(sum(step["tokens"] for step in last) / max(sum(step["step_s"] for step in last), 1e-9))
 
 
 def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapping[str, Any]]:

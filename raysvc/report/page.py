@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.row_counts import warnings_of
-from raysvc.collate.plan_report import PlanReport
+from raysvc.collate.plan_report import PlanReport, in_words
 from raysvc.errors import StateMismatch
 from raysvc.report.browse import STYLE as BROWSE_STYLE
 from raysvc.report.browse import browse
 from raysvc.report.charts import Chart, bars, histogram, short
-from raysvc.report.facts import Facts, plan_rows, worst_stalls
+from raysvc.report.facts import Facts, newest_rate, worst_stalls
 from raysvc.report.pictures import STYLE as MEDIA_STYLE
 from raysvc.report.pictures import gallery
 from raysvc.report.run_charts import run_charts
@@ -43,6 +43,7 @@ table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;
 td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-nums}
 .row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
 .row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
+.tools{display:flex;flex-wrap:wrap;gap:20px;align-items:center}.tools[hidden]{display:none}.tools input{vertical-align:middle}summary{cursor:pointer}
 .facts{max-width:640px}.facts td{text-align:left}
 .big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:104px}.big strong{display:block;font-size:22px}
 """
@@ -73,6 +74,7 @@ def render(facts: Facts) -> str:
     figures, pictures = Figures(), gallery(facts.media)
     sections = [
         f"<div class='facts'>{table(facts.overview)}</div>",
+        _job(facts.job) if facts.job else "",
         _whole_run(facts, figures) if facts.steps else "",  # first what a reader of a run looks for
         _decisions(facts.decisions) if facts.decisions else "",
         _lengths(facts, figures),
@@ -147,16 +149,9 @@ def _plan(plan: PlanReport, dp_size: int, figures: Figures) -> str:
     rows = [(float(start), float(stop), float(count)) for start, stop, count in plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(_plan_in_words(plan))}</div>"
+        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(in_words(plan))}</div>"
         f"{chart}</div>"
     )
-
-
-def _plan_in_words(plan: PlanReport) -> dict[str, Any]:
-    """The figures of a plan under the names of `PlanReport`; counts of rows that are no exception here are left out."""
-    rare = ("dummies", "truncated", "dropped", "alone", "skipped")
-    told = {name: value for name, value in plan_rows(plan).items() if value is not None}
-    return {name.replace("_", " "): value for name, value in told.items() if value or name not in rare}
 
 
 def _whole_run(facts: Facts, figures: Figures) -> str:
@@ -174,9 +169,30 @@ def _whole_run(facts: Facts, figures: Figures) -> str:
 
 
 def _run(facts: Facts, figures: Figures) -> str:
-    charts = figures.place(*run_charts(facts.steps, facts.evals))
+    charts = charts_over_steps(figures, run_charts(facts.steps, facts.evals))
+    return f"<h2>Run</h2>{_headline(facts)}{charts}{_verdict(facts)}"
+
+
+def charts_over_steps(figures: Figures, charts: Iterable[Chart]) -> str:
+    """Charts of runs, with controls that smooth all their lines and set their axes."""
     how = "Values under the pointer stand below each chart. Drag to zoom in, double-click to zoom out."
-    return f"<h2>Run</h2>{_headline(facts)}<p>{how}</p><div class='grid2'>{charts}</div>{_verdict(facts)}"
+    smooth = "An average of a value and all before it, of which each counts this much of the next one. The values themselves stay, faint; of a run of thousands of steps the highest and lowest are drawn, and averaged."
+    log = "For charts whose values are positive, and the largest more than four times the smallest."
+    return (
+        f"<p>{how}</p><p class='tools' id='tools' hidden>"
+        f"<label title='{smooth}'>Smoothing <input type='range' id='smooth' min='0' max='0.99' step='0.01' value='0'> <output id='smoothed'>0</output></label>"
+        f"<label title='{log}'><input type='checkbox' id='log'> logarithmic axis</label></p>"
+        f"<div class='grid2'>{figures.place(*charts)}</div>"
+    )
+
+
+def _job(job: Mapping[str, Any]) -> str:
+    told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in job.items()}
+    lines = len(told)
+    return (
+        f"<details class='card'><summary>Job: the {lines} {'field' if lines == 1 else 'fields'} that it gives, without credentials</summary>"
+        f"{table(told)}</details>"
+    )
 
 
 def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
@@ -196,15 +212,16 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _headline(facts: Facts) -> str:
-    summary = facts.summary
+    summary, newest = facts.summary, f"{newest_rate(facts.steps):,.0f}"
     if summary is None:
-        return "<p>The run has not ended yet.</p>"
+        return f"<p>The run has not ended yet. Its last steps train {newest} tokens a second.</p>"
     best = f"loss best (step {summary['loss_best_step']})" if "loss_best_step" in summary else ""
     names = {
         "steps": "steps", "rows": "rows", "tokens_trained": "trained tokens", "loss_first": "loss first", "loss_last": "loss last",
         **({"loss_best": best} if best else {}), "tokens_per_s": "trained tokens/s",
     }  # fmt: skip
     told = {said: four_digits(summary[name]) for name, said in names.items()}
+    told[f"trained tokens/s, last {min(20, len(facts.steps))} steps"] = newest
     told["waited for data"] = f"{summary['stall_fraction']:.2%}"
     cells = [
         f"<div class='card'><strong>{value}</strong>{escape(said)}</div>" for said, value in told.items()

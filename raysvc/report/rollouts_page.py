@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from raysvc.report.charts import Chart
-from raysvc.report.page import Figures, records, table, whole_page
+from raysvc.report.page import Figures, charts_over_steps, records, table, whole_page
 
 if TYPE_CHECKING:
     from raysvc.inspect.rollout_run import RolloutRun, RolloutStep
@@ -53,10 +53,10 @@ def render_rollouts(run: RolloutRun, text_of: Callable[[Sequence[int]], str]) ->
         "rows": rows,
         **{f"turns {n}": c for n, c in turns.items()},
     }
-    charts = figures.place(*_charts(steps, lines))
+    charts = charts_over_steps(figures, _charts(steps, lines))
     sections = [
         table(overview),
-        f"<h2>Steps</h2><div class='grid2'>{charts}</div>" if steps else "",
+        f"<h2>Steps</h2>{charts}" if steps else "",
         f"<h2>Broken turns</h2>{_broken(broken)}" if broken else "",
         f"<h2>Lost</h2>{_lost(run)}",
     ]

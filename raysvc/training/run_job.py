@@ -75,9 +75,14 @@ def with_credentials(run: JobConfig, job: JobConfig) -> JobConfig:
 
 def differences(job: JobConfig, run: JobConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> its value in a job and in that of a run, where they differ; where the run is does not count."""
-    ours, theirs = (dict(_flat(_plain(one))) for one in (job, run))
+    ours, theirs = given_fields(job), given_fields(run)
     keys = dict.fromkeys([*ours, *theirs])
     return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def given_fields(job: JobConfig) -> dict[str, Any]:
+    """Dotted key -> value of the fields that a job gives, without credentials."""
+    return dict(_flat(_plain(job)))
 
 
 def _plain(job: JobConfig) -> dict[str, Any]:

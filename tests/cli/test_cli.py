@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def test_plan_counts_the_steps_of_the_job(job: Path) -> None:
     report = run_json("plan", "-c", str(job))
     assert (report["num_rows"], report["num_steps"], report["optimizer_steps"]) == (240, 15, 15)
     assert report["share_padding"] < 0.5
-    assert "num_steps" in run("plan", "-c", str(job))
+    told = run("plan", "-c", str(job))
+    assert f"\nsteps: {report['num_steps']}, " in told
+    assert "MB" in told
+    assert not re.search(r"\b[a-z]+_[a-z]+\b", told), "names of fields are no words"
 
 
 def test_the_steps_of_a_plan_list_every_row_once(job: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raysvc.collate.info import info_of
-from raysvc.collate.plan_report import plan_report, rows_of_step
+from raysvc.collate.plan_report import in_words, plan_report, rows_of_step
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
@@ -63,6 +63,22 @@ def test_packing_efficiency_is_of_the_capacity():
     plan = Plan(PlanConfig(batch_size=8, layout="packed", micro_batch_tokens=100), np.full(8, 30))
     assert report_of(plan, 1).packing_efficiency == pytest.approx(240 / 300)
     assert report_of(Plan(PlanConfig(batch_size=8), np.full(8, 30)), 1).packing_efficiency is None
+
+
+def test_a_report_in_words_has_its_figures_and_no_exception_that_did_not_occur():
+    told = in_words(report_of(Plan(PlanConfig(batch_size=8), np.full(80, 30)), 1))
+    assert told["steps"] == "10, 10 in an epoch"
+    assert told["tokens of a step"] == "240, half of the steps 240 to 240"
+    assert told["padding"] == "0.00% of the cells"
+    assert not [name for name in told if name.startswith("rows ") or "packs" in name]
+    config = PlanConfig(
+        batch_size=4, layout="packed", micro_batch_tokens=50, oversize="truncate", skip_rows=(0,), epochs=2
+    )
+    cut = in_words(report_of(Plan(config, np.array([10, 60, 20, 70])), 2))
+    assert cut["steps"] == "2, 1 in an epoch"
+    assert cut["rows cut to the budget"] == "4 in 2 sampled steps"
+    assert cut["rows of skip_rows"] == "2 in 2 sampled steps"
+    assert cut["filled part of the packs"].endswith("%")
 
 
 def test_rows_over_the_budget_are_counted():

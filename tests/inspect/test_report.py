@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
-from raysvc.report.facts import worst_stalls
+from raysvc.report.facts import newest_rate, worst_stalls
 from raysvc.report.page import render, write_page
 from raysvc.report.run_charts import run_charts
 from tests.inspect.pages import BROWSER, STEPS, browse_page, facts
@@ -59,8 +59,35 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
         "The best model is that of 32 steps: eval held had loss 2.795.", "Stopped early, after 3 evals of held without progress.",
     ):  # fmt: skip
         assert said in page, said
+    assert "<strong>1,000</strong>trained tokens/s, last 8 steps" in page
     assert "num_rows" not in page, "names of fields are no words"
-    assert "num rows" in page
+    assert "<td>rows</td><td class='n'>20</td>" in page.partition("<h2>Plan")[2]
+
+
+def test_the_newest_rate_is_that_of_the_last_steps_together() -> None:
+    steps = [
+        {"tokens": 10**6, "step_s": 0.1},
+        *[{"tokens": 30, "step_s": 3.0}] * 10,
+        *[{"tokens": 90, "step_s": 1.0}] * 10,
+    ]
+    assert newest_rate(steps) == 10 * (30 + 90) / (10 * (3.0 + 1.0))
+    assert newest_rate(steps[:1]) == pytest.approx(1e7)
+
+
+def test_a_page_shows_the_job_and_its_values_as_they_are() -> None:
+    job = {"source.path": ["/rows/<b>.jsonl"], "trainer.learning_rate": 1e-05, "tokenizer.name": "qwen"}
+    card = (
+        render(replace(facts(), job=job))
+        .partition("<summary>Job: the 3 fields")[2]
+        .partition("</details>")[0]
+    )
+    cells = re.findall(r"<tr><td>(.*?)</td><td class='n'>(.*?)</td></tr>", card)
+    assert cells == [
+        ("source.path", "[&quot;/rows/&lt;b&gt;.jsonl&quot;]"),
+        ("trainer.learning_rate", "1e-05"),
+        ("tokenizer.name", "qwen"),
+    ]
+    assert "<summary>Job" not in render(facts())
 
 
 def test_a_lone_surrogate_in_what_a_source_says_does_not_keep_a_page_from_being_written(
@@ -214,6 +241,43 @@ def test_a_browser_draws_every_chart_and_says_values_under_the_pointer(tmp_path:
     assert hovered[1].replace(" ", "").startswith("step3train1.25")  # 5 / (3 + 1)
     assert 'id="peak">drawn<' in dom
     assert 'id="wide">true<' in dom, "nothing is wider than the window"
+    assert "CONSOLE" not in said
+
+
+TOOLS = """<script>addEventListener("load", async () => {
+  const say = (name, value) => { const p = document.createElement("p"); p.id = name; p.textContent = JSON.stringify(value); document.body.append(p); };
+  const of = (label) => window.charts.find((each) => each.series[1].label === label);
+  const set = async (control, name, value) => { control[name] = value; control.dispatchEvent(new Event(name === "value" ? "input" : "change")); await new Promise((go) => setTimeout(go, 50)); };
+  say("gaps", averages([null, 4, null, 2], 0.5));
+  await set(smooth, "value", "0.75");
+  say("averaged", [of("train").series.map((each) => each.label), of("train").data]);
+  await set(log, "checked", true);
+  const split = (plot) => plot.axes[1]._values.filter((text) => text).length;
+  say("axes", [of("train").scales.y.distr, of("waited").scales.y.distr, of("before clipping").scales.y.distr, split(of("train"))]);
+  await set(smooth, "value", "0");
+  say("plain", [of("train").series.length, document.querySelectorAll("canvas").length, document.getElementById("smoothed").textContent]);
+});</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_curves_are_smoothed_and_axes_are_logarithmic_where_one_asks_for_it(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    own = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(facts()))
+    page.write_text(own.replace("</body>", TOOLS))
+    dom, said = browse_page(page, tmp_path, 1280)
+    told = {name: json.loads(value) for name, value in re.findall(r'<p id="(\w+)">([^<]*)</p>', dom)}
+    assert told["gaps"] == [None, 4, None, pytest.approx((0.25 * 4 + 0.5 * 2) / 0.75)]
+    labels, columns = told["averaged"]
+    assert labels == ["step", "train", "eval valid", "train, smoothed"]
+    losses = [step["loss"] for step in STEPS]
+    for at, value in enumerate(columns[3]):
+        weights = [0.75 ** (at - before) for before in range(at + 1)]
+        wanted = sum(w * loss for w, loss in zip(weights, losses[: at + 1], strict=True)) / sum(weights)
+        assert value == pytest.approx(wanted, rel=1e-5)
+    train, waited, flat, ticks = told["axes"]
+    assert (train, waited, flat) == (3, 1, 1), "zeros have no logarithm, and equal values need none"
+    assert ticks >= 2
+    assert told["plain"] == [3, 11, "0"]
     assert "CONSOLE" not in said
 
 
