@@ -22,7 +22,8 @@ from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
-from raysvc.evals.held_rows import held_counts, trained_rows
+from raysvc.evals.held_rows import evaluated_rows, held_counts, held_share, trained_rows
+from raysvc.job.config import RowsConfig
 from raysvc.plan.cost import CostModel
 from raysvc.plan.entry_plan import plan_of_entries
 
@@ -34,9 +35,13 @@ OWN = {  # columns that a format gives its rows
 }
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig, PlanConfig
     from raysvc.plan.plan import Plan
+    from raysvc.plan.plan_rows import Int32s
+    from raysvc.ragged import Int64s
 
 
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
@@ -57,6 +62,36 @@ def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
     )
     held = held_counts(job, entry.entries)
     return replace(report, held_rows=held.rows, held_groups=held.groups)
+
+
+def untrained_rows(job: JobConfig, entry: CacheEntry, rows: Int64s, lengths: Int32s) -> dict[int, str]:
+    """Row -> why no step of the job's plan trains it; of `tail: drop`, windows of tokens and pairs over the budget nothing is told.
+
+    Args:
+        rows: int64 [N], ids of rows of the entry.
+        lengths: int32 [N], their tokens.
+    """
+    chosen, share = job.plan.rows or RowsConfig(), held_share(job)
+    reasons: list[tuple[str, npt.NDArray[np.bool_]]] = []
+    plan = plan_of(job, entry)
+    if (
+        job.plan.oversize == "drop"
+        and plan.rules.tokens is not None
+        and not plan.rows.are_pairs
+        and plan.windows is None
+    ):
+        reasons.append(
+            (f"longer than the {plan.rules.tokens:,} tokens of a micro-batch", lengths > plan.rules.tokens)
+        )
+    reasons.append(("in plan.skip_rows", np.isin(rows, np.array(job.plan.skip_rows, np.int64))))
+    if chosen.include is not None:
+        reasons.append(("not in plan.rows", ~np.isin(rows, np.array(chosen.include, np.int64))))
+    reasons.append(("excluded by plan.rows", np.isin(rows, np.array(chosen.exclude, np.int64))))
+    if share is not None:
+        reasons.append(
+            (f"held out for the eval {share.name}", np.isin(rows, evaluated_rows(job, entry.entries)))
+        )
+    return {int(rows[at]): why for why, there in reasons for at in np.flatnonzero(there)}
 
 
 def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:

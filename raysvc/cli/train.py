@@ -127,7 +127,8 @@ def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]
     if causes:
         yield "waited for", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in causes.items())
     cache = summary["cache"]
-    yield "cache", f"{'hit' if cache['hit'] else 'miss'} {cache['key'][:16]} ({cache['reason']})"
+    how = "tokens were in the cache" if cache["hit"] else f"tokenized for this run: {cache['reason']}"
+    yield "entry", f"{cache['key'][:16]}, {how}"
     for name, outcome in summary.get("report_to", {}).items():
         yield f"tracker {name}", str(outcome)
     if summary["model"]:

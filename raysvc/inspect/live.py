@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PRIORITY = (
-    "server", "state", "step", "left", "loss", "steps/s", "stall", "tokens/s", "why", "groups", "lease", "trainer", "memory", "ahead", "node",
-    "stalled", "ahead MB", "version",
+    "server", "state", "step", "left", "loss", "steps/s", "waiting", "tokens/s", "waited for", "groups", "heard", "trainer", "memory", "ahead",
+    "node", "waited", "ahead MB", "version",
 )  # fmt: skip
 CELL_MARGIN = 3  # two blanks and a line
 
@@ -112,14 +112,14 @@ def cells_of(line: Line) -> dict[str, str]:
         "loss": show(line.loss, ".4g"),
         "steps/s": show(line.steps_per_s, ".2f"),
         "tokens/s": show(line.tokens_per_s, ".0f"),
-        "stall": show(line.stall, ".1%"),
-        "stalled": show(line.stall_s, ".1f", "s"),
-        "why": _why(line.causes),
+        "waiting": show(line.stall, ".1%"),
+        "waited": show(line.stall_s, ".1f", "s"),
+        "waited for": _why(line.causes),
         "ahead": show(line.look_ahead, "d"),
         "ahead MB": "-" if line.look_ahead_bytes is None else f"{line.look_ahead_bytes / 1e6:.1f}",
         "groups": "-" if not groups else f"{groups['ready']} ready, {groups['producers']} producers",
         "memory": "-" if line.nbytes is None else f"{line.nbytes / 1e6:.0f}MB",
-        "lease": show(line.lease_age_s, ".0f", "s"),
+        "heard": show(line.lease_age_s, ".0f", "s ago"),
         "node": line.node or "-",
     }
 

@@ -33,6 +33,7 @@ window.browsed = (async () => {
     role: table.roles[at],
     second: at % 2 === 1,
     steps: table.steps[at],
+    untrained: table.untrained[at],
     kept: table.kept[at],
     first: end,
     end: (end += table.kept[at]),
@@ -74,7 +75,7 @@ window.browsed = (async () => {
   const facts = (row) =>
     row.why
       ? ["quarantined"]
-      : [row.role, `${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`].filter(Boolean);
+      : [row.role, `${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`, row.untrained && "not trained"].filter(Boolean);
   const begin = (row) =>
     row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
   // characters with which all of some texts begin, a system message as a rule
@@ -85,7 +86,7 @@ window.browsed = (async () => {
   };
   const command = (row) => `${table.command} ${row.why ? `--source-row ${row.shown}` : `--row ${row.id}`}`;
   const opened = (row) => {
-    const where = [(table.sources.length > 1 || row.why) && row.source && `source ${row.source}`, row.steps && `trained in step ${row.steps.join(", ")}`].filter(Boolean).join("; ");
+    const where = [(table.sources.length > 1 || row.why) && row.source && `source ${row.source}`, row.steps && `trained in step ${row.steps.join(", ")}`, row.untrained && `not trained: ${row.untrained}`].filter(Boolean).join("; ");
     const parts = [make("p", where ? `${where}. ` : "", make("code", command(row)), row.kept || row.why ? "" : " prints its text, which is not in this page.")];
     if (row.kept || row.why) parts.push(framed("row", ...runs(row).map(mark)));
     if (row.kept) {
@@ -115,7 +116,10 @@ window.browsed = (async () => {
   if (rows.some((one) => one.loss != null)) orders["highest loss"] = (row) => -(row.loss ?? -Infinity);
   for (const name of Object.keys(orders)) order.add(new Option(name === "entry" ? "in the order of the entry" : `${name} first`, name));
   for (const [name, number] of Object.entries(table.quarantined)) state.add(new Option(`quarantined: ${name} (${figure(number)})`, name));
-  if (state.options.length > 2) state.add(new Option("quarantined: all reasons", "*"));
+  if (Object.keys(table.quarantined).length > 1) state.add(new Option("quarantined: all reasons", "*"));
+  const idle = {}; // reason -> rows that no step trains
+  for (const row of rows) if (row.untrained) idle[row.untrained] = (idle[row.untrained] ?? 0) + 1;
+  for (const [why, number] of Object.entries(idle)) state.add(Object.assign(new Option(`not trained: ${why} (${figure(number)})`, why), { idle: number }));
   state.hidden = state.options.length < 2;
   for (const name of table.sources) source.add(new Option(name, name));
   source.hidden = source.options.length < 3;
@@ -135,14 +139,16 @@ window.browsed = (async () => {
   };
   const choose = () => {
     const word = find.value.trim().toLowerCase();
-    const here = (row) => (state.value === "*" ? row.why : (row.why || "") === state.value) && (!source.value || row.source === source.value);
+    const one = state.selectedOptions[0];
+    const is = (row) => (one.idle ? row.untrained === one.value : one.value === "*" ? row.why : (row.why || "") === one.value);
+    const here = (row) => is(row) && (!source.value || row.source === source.value);
     const wanted = (row) => here(row) && (!word || row.id === word || text(row).includes(word));
     const place = (unit) => Math.min(...unit.map(orders[order.value]));
     const sorted = units.filter((unit) => unit.some(wanted)).map((unit) => [place(unit), unit]).sort(([a], [b]) => (a < b ? -1 : Number(a > b)));
     found = sorted.flatMap(([, unit]) => unit);
     list.replaceChildren();
     show(0);
-    count.textContent = `${figure(found.length)} of ${figure(all(state.value))}`;
+    count.textContent = `${figure(found.length)} of ${figure(one.idle ?? all(one.value))}`;
   };
   for (const control of [find, source, state, order]) control.addEventListener("input", choose);
   more.addEventListener("click", () => show(list.children.length));

@@ -60,6 +60,7 @@ class BrowsedRows:
         special: those of them that are special tokens.
         losses: row id -> what a run reported last; of a pair it is that of its first row.
         steps: row id -> steps that trained it.
+        untrained: row id -> why no step trains it.
         roles: [N], what each row of a pair is in it, a pair's two rows one after the other; empty where rows are no pairs.
     """
 
@@ -76,6 +77,7 @@ class BrowsedRows:
     special: frozenset[int] = frozenset()
     losses: Mapping[int, float] = field(default_factory=dict)
     steps: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    untrained: Mapping[int, str] = field(default_factory=dict)
     roles: Sequence[str] = ()
 
 
@@ -128,6 +130,7 @@ def _table(
         "sources": list(rows.sources),
         "loss": [None if row not in rows.losses else round(rows.losses[row], 4) for row in ids],
         "steps": [rows.steps.get(row) for row in ids],
+        "untrained": [rows.untrained.get(row) for row in ids],
         "roles": list(rows.roles),
         "kept": list(map(int, rows.kept)),
         "ids": order.tolist(),

@@ -100,6 +100,7 @@ def browsed_rows(
     num_rows: int,
     losses: Mapping[int, float],
     steps: Mapping[int, Sequence[int]],
+    untrained: Mapping[int, str],
 ) -> BrowsedRows:
     """All rows that were seen, with the text of the tokens that are held."""
     tokenizer, used = entry.tokenizer, np.unique(seen.ids).tolist()
@@ -118,6 +119,7 @@ def browsed_rows(
         special=frozenset(special.intersection(used)),
         losses=losses,
         steps=steps,
+        untrained=untrained,
         roles=seen.roles,
     )
 

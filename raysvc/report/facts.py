@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.builds.job_plan import report_of
+from raysvc.builds.job_plan import report_of, untrained_rows
 from raysvc.cache.key import rows_key
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
@@ -22,7 +22,7 @@ from raysvc.errors import StateMismatch
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.report.browse import BrowsedRows
-from raysvc.report.browsed_rows import browsed_rows, seen_rows, spread
+from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
 from raysvc.row_ids import parse, split
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, identity_in
@@ -86,6 +86,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     other = _other_rows(folder, entry)
     losses = {} if other else _losses(job, len(steps))
     seen = seen_rows(entry, rows, lengths, losses)
+    trained = {} if other else _steps_of_rows(folder)
     has_end = not any(one.listings for one in entry.entries)
     return Facts(
         title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
@@ -101,7 +102,14 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         },
         lengths=_by_source(entry, rows, lengths),
         trained=_by_source(entry, seen.row_ids, seen.trained / np.maximum(seen.lengths, 1)),
-        rows=browsed_rows(entry, seen, len(rows), losses, {} if other else _steps_of_rows(folder)),
+        rows=browsed_rows(
+            entry,
+            seen,
+            len(rows),
+            losses,
+            trained,
+            _untrained(job, entry, seen, trained, folder) if has_end else {},
+        ),
         row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry) if has_end else None,
@@ -176,6 +184,16 @@ def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
             str(folder.rows), what, "restore it, or remove it: steps of rows are then not told"
         ) from error
     return found
+
+
+def _untrained(
+    job: JobConfig, entry: CacheEntry, seen: SeenRows, trained: Mapping[int, Any], folder: RunFolder
+) -> dict[int, str]:
+    """Row that is listed -> why no step trains it, or that none of a run that is over has."""
+    found = untrained_rows(job, entry, seen.row_ids, seen.lengths)
+    if trained and folder.summary() is not None:
+        found = {**dict.fromkeys(seen.row_ids.tolist(), "in no step of this run"), **found}
+    return {row: why for row, why in found.items() if row not in trained}
 
 
 def _decisions(job: JobConfig) -> list[dict[str, Any]]:

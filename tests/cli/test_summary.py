@@ -49,7 +49,7 @@ def test_the_end_of_a_run_says_what_was_trained_what_was_not_and_what_comes_next
         "eval held": "loss 5.01 on 12 rows",
         "speed": "2,600 trained tokens/s, 8.4% of the time waiting for data",
         "waited for": "collation on the server 0.22 s",
-        "cache": "hit 72f482f5b9432ab5 (same source)",
+        "entry": "72f482f5b9432ab5, tokens were in the cache",
         "model": "/runs/a/model",
         "next": "raysvc report runs/a",
     }

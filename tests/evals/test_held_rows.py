@@ -17,7 +17,7 @@ import raysvc
 from raysvc.api import serve_spec
 from raysvc.builds.build_beside import known_at_the_end
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.job_plan import plan_of, report_of
+from raysvc.builds.job_plan import plan_of, report_of, untrained_rows
 from raysvc.errors import PlanError
 from raysvc.evals.held_rows import evaluated_rows, held_mask
 from raysvc.job.config import JobConfig
@@ -159,6 +159,45 @@ def test_trained_and_evaluated_rows_are_disjoint_and_all_there_are(
     assert sorted(spec.evals["held"].rows) == evaluated
     assert spec.plan == serve_spec(job, entry, evals=()).plan, "a replay without evals trains the same rows"
     assert identity_of(job, entry)["evals.held.share"] == SHARE
+
+
+def untrained_of(job: JobConfig) -> tuple[dict[int, str], list[int], set[int]]:
+    """What is told of untrained rows, the lengths of all, and the rows that steps of the plan train."""
+    entry = raysvc.tokenize(job)
+    told = untrained_rows(job, entry, entry.row_ids(), entry.rows.lengths())
+    return told, entry.rows.lengths().tolist(), set(trained_ids(job, entry))
+
+
+def test_rows_that_no_step_trains_are_told_with_the_reason(tmp_path: Path, sample: dict[str, str]) -> None:
+    rows = [*map(chat, range(100))]
+    rows[17]["messages"][1]["content"] *= 20
+    source = write(tmp_path / "a.jsonl", rows)
+    plan = {
+        "batch_size": 8,
+        "micro_batch_tokens": 100,
+        "oversize": "drop",
+        "skip_rows": [3],
+        "rows": {"exclude": [4, 5]},
+    }
+    told, lengths, trained = untrained_of(job_of(tmp_path, sample, source, plan=plan))
+    assert lengths[17] > 100 > sorted(lengths)[-2]
+    assert trained.isdisjoint(told)
+    assert trained | told.keys() == set(range(100))
+    held = {row for row, why in told.items() if why == "held out for the eval held"}
+    assert 10 < len(held) < 60
+    own = {
+        17: "longer than the 100 tokens of a micro-batch",
+        3: "in plan.skip_rows",
+        4: "excluded by plan.rows",
+        5: "excluded by plan.rows",
+    }
+    assert {row: why for row, why in told.items() if row not in held} == {
+        row: why for row, why in own.items() if row not in held
+    }
+    some = job_of(tmp_path, sample, source, plan={"batch_size": 2, "rows": {"include": [1, 2, 8]}}, evals={})
+    told, _, trained = untrained_of(some)
+    assert trained == {1, 2, 8}
+    assert told == dict.fromkeys(set(range(100)) - trained, "not in plan.rows")
 
 
 def test_of_a_mixture_one_prompt_is_on_one_side_in_all_sources(

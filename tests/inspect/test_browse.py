@@ -212,7 +212,7 @@ def test_a_page_without_room_for_all_texts_has_the_longest_the_shortest_and_the_
     entry = raysvc.tokenize(job)
     rows, lengths = entry.row_ids(), entry.rows.lengths()
     losses = {int(row): float(number % 7) for number, row in enumerate(rows.tolist())} | {int(rows[5]): 99.0}
-    found = browsed_rows(entry, seen_rows(entry, rows, lengths, losses), len(rows), losses, {})
+    found = browsed_rows(entry, seen_rows(entry, rows, lengths, losses), len(rows), losses, {}, {})
     masks = {row: entry.row(row)["loss_mask"] for row in found.row_ids}
     assert list(found.row_ids) == rows.tolist() if most > 3 else 5 <= len(found.row_ids) <= 10 < len(rows)
     assert list(found.trained) == [sum(masks[row]) for row in found.row_ids]
@@ -242,6 +242,26 @@ def test_a_small_source_has_rows_with_their_text_beside_a_large_one(monkeypatch:
     kept = kept_tokens(entry, rows, np.arange(1005, dtype=np.int32) % 50 + 3, {int(rows[7]): 1.0})
     assert kept[7] == 10, "the one of the highest loss, whole"
     assert ((kept[source == 1] > 0).sum(), (kept > 0).sum() < 20) == (3, True)
+
+
+LOOK_AT_UNTRAINED = """
+  const state = document.getElementById("state");
+  said.push([...state.options].slice(1).map((one) => one.textContent).join());
+  state.selectedIndex = 2; state.dispatchEvent(new Event("input")); said.push(seen(), count());
+  const row = document.querySelector("#rows > details"); said.push(row.querySelector("summary").textContent.includes("not trained"));
+  await open(row); said.push(row.querySelector("p").textContent);
+  state.selectedIndex = 1; state.dispatchEvent(new Event("input")); said.push(seen());
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_rows_that_no_step_trains_are_chosen_by_their_reason(tmp_path: Path) -> None:
+    rows = replace(listed(), untrained={9: "too long", 5: "held out", 70: "held out"})
+    said = looked_at(tmp_path, LOOK_AT_UNTRAINED, replace(facts(), rows=rows))
+    assert said[1:] == [
+        "quarantined: hello (1),not trained: too long (1),not trained: held out (2)", "9", "1 of 1", "true",
+        "source chat", "not trained: too long. raysvc show --row 0:0:9", "source row 7",
+    ]  # fmt: skip
 
 
 LOOK_AT_PAIRS = """
