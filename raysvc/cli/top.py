@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,12 +91,18 @@ def rows(logs: RunLogs) -> dict[str, Any]:
         }
         for build in builds_in_progress()
     ]
-    charts = {}
+    charts, reports = {}, {}
     for facts in servers:
         lines = logs.of(facts)
         if lines.steps:
             charts[facts["name"]] = [chart.to_json() for chart in run_charts(lines.steps, lines.evals)]
-    return {"servers": [cells_of(line) for line in found], "builds": builds, "charts": charts}
+            reports[facts["name"]] = f"raysvc report {shlex.quote(str(Path(facts['journal']).parent))}"
+    return {
+        "servers": [cells_of(line) for line in found],
+        "builds": builds,
+        "charts": charts,
+        "reports": reports,
+    }
 
 
 def _show(interval: float, count: int | None) -> None:

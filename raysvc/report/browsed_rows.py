@@ -126,13 +126,17 @@ def browsed_rows(
 
 def _pieces(tokenizer: Any, used: Sequence[int]) -> dict[int, bytes]:
     """Bytes of text of each token; what a tokenizer without a fast backend decodes it to."""
-    from tokenizers.decoders import WordPiece
+    from tokenizers.decoders import BPEDecoder, WordPiece
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {token: str(tokenizer.decode([token])).encode() for token in used}
     if backend.decoder is None or isinstance(backend.decoder, WordPiece):  # it puts blanks between words
         return {token: _after_itself(tokenizer, token).encode() for token in used}
+    if isinstance(backend.decoder, BPEDecoder):  # an end of a word is a blank
+        names = tokenizer.convert_ids_to_tokens(used)
+        texts = (name.replace(backend.decoder.suffix, " ") for name in names)
+        return {token: text.encode() for token, text in zip(used, texts, strict=True)}
     pieces = bytes_of_tokens(tokenizer)
     return {token: pieces[token] if token < len(pieces) else b"" for token in used}
 

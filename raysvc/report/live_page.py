@@ -33,18 +33,24 @@ function fill(id, rows){
   const body = table.createTBody();
   for(const row of rows){ const line = body.insertRow(); for(const name of names){ const cell = line.insertCell(); cell.textContent = row[name]; cell.dataset.name = name; } }
 }
-const sections = {}, plots = {};
+const sections = {}, plots = {}, reports = {};
 function element(kind, parent, text){ const made = document.createElement(kind); made.textContent = text; parent.append(made); return made; }
 function plot(server, chart){
   const section = sections[server] ??= (() => {
     const made = document.getElementById("runs"); element("h2", made, "Run of " + server);
-    const grid = element("div", made, ""); grid.className = "grid2"; return grid;
+    const end = element("p", made, ""), grid = element("div", made, ""); grid.className = "grid2"; return {end, grid};
   })();
   const key = server + "/" + chart.title, names = chart.series.map((each) => each.name).join("/"), known = plots[key];
   if(known?.names === names){ known.plot.setData(columns(chart)); return; }
-  const figure = known?.figure ?? element("figure", section, ""); figure.replaceChildren();
+  const figure = known?.figure ?? element("figure", section.grid, ""); figure.replaceChildren();
   element("figcaption", figure, chart.title);
   plots[key] = {names, figure, plot: draw(figure, chart)};
+}
+function say_ends(there){
+  for(const [server, {end}] of Object.entries(sections)){
+    end.textContent = there.includes(server) ? "" : "The run has ended, or its server has; its report: ";
+    if(end.textContent) element("code", end, reports[server]);
+  }
 }
 async function look(){
   const state = document.getElementById("state");
@@ -54,8 +60,9 @@ async function look(){
     const found = await answer.json();
     fill("servers", found.servers); fill("builds", found.builds);
     for(const [server, charts] of Object.entries(found.charts)) for(const chart of charts) plot(server, chart);
+    Object.assign(reports, found.reports); say_ends(Object.keys(found.charts));
     state.textContent = "as of " + new Date().toLocaleTimeString();
-  }catch(error){ state.textContent = "no answer (" + error.message + "): raysvc top, or the run that it looks at, has ended; raysvc report RUN shows a run"; }
+  }catch(error){ state.textContent = "no answer (" + error.message + "): raysvc top, or the cluster that it looks at, has ended"; say_ends([]); }
   setTimeout(look, 2000);
 }
 look();
@@ -76,7 +83,8 @@ def page_server(look: Look, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
     """A server that does not run yet, and the address of its page.
 
     Args:
-        look: rows of "servers" and of "builds", each column -> text; "charts": server -> charts of its run.
+        look: rows of "servers" and of "builds", each column -> text; "charts": server -> charts of its run; "reports": server -> the
+            command that shows this run when it has ended.
         port: 0: a free one.
 
     Raises:

@@ -420,3 +420,14 @@ def test_a_tokenizer_of_words_has_the_blanks_between_them(decoder: Any) -> None:
     tokenizer, ids = PreTrainedTokenizerFast(tokenizer_object=backend), [1, 2, 3, 4, 1]
     pieces = _pieces(tokenizer, sorted(set(ids)))
     assert b"".join(pieces[token] for token in ids).decode() == " " + tokenizer.decode(ids)
+
+
+def test_the_end_of_a_word_is_a_blank() -> None:
+    backend = Tokenizer(
+        models.BPE({"th": 0, "e</w>": 1, "cat</w>": 2, "<end>": 3}, [], end_of_word_suffix="</w>")
+    )
+    backend.decoder = decoders.BPEDecoder()
+    tokenizer, ids = PreTrainedTokenizerFast(tokenizer_object=backend), [0, 1, 2, 0, 1]
+    pieces = _pieces(tokenizer, [0, 1, 2, 3])
+    assert b"".join(pieces[token] for token in ids).decode() == tokenizer.decode(ids) + " "
+    assert pieces[3] == b"<end>"

@@ -41,12 +41,22 @@ BUILDS = [{"entry": "/cache/abc", "slices": "3/8", "node": "10.0.0.7"}]
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a page whose run ends behind the first look where a test says so."""
+    ends, looked = getattr(request, "param", False), list[int]()
+
     def look() -> dict[str, Any]:
         charts = [
             chart.to_json() for chart in run_charts(STEPS, [{"step": 3, "eval": "valid", "loss": 1.25}])
         ]
-        return {"servers": [cells_of(LINE)], "builds": BUILDS, "charts": {"<b>sft</b>": charts}}
+        looked.append(1)
+        there = {"<b>sft</b>": charts} if len(looked) < 2 or not ends else {}
+        return {
+            "servers": [cells_of(LINE)],
+            "builds": BUILDS,
+            "charts": there,
+            "reports": dict.fromkeys(there, "raysvc report 'a <i>'"),
+        }
 
     server, url = page_server(look)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -97,22 +107,31 @@ def test_a_browser_that_leaves_prints_nothing(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_a_browser_shows_servers_stalls_and_builds(url: str, tmp_path: Path) -> None:
+def seen(url: str, folder: Path) -> str:
+    """What a browser shows after some looks."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += [
-        "--window-size=1280,900",
-        "--virtual-time-budget=3000",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--dump-dom",
-        url,
-    ]
-    done = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=90, check=True)
+    flags += ["--window-size=1280,900", "--virtual-time-budget=3000", f"--user-data-dir={folder / 'profile'}"]
+    command = [str(BROWSER), *flags, "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("url", [False, True], indirect=True)
+def test_the_page_says_that_a_run_has_ended_and_what_reports_it(
+    url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    ended = "The run has ended, or its server has; its report: <code>raysvc report 'a &lt;i&gt;'</code>"
+    assert (ended in seen(url, tmp_path)) == request.node.callspec.params["url"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_shows_servers_stalls_and_builds(url: str, tmp_path: Path) -> None:
+    shown = seen(url, tmp_path)
     for text in (
         "&lt;b&gt;sft&lt;/b&gt;",
-        '<td data-name="stall">95.0%</td>',  # the name stands beside the value on a phone
-        '<td data-name="why">read:9.5s</td>',
+        '<td data-name="waiting">95.0%</td>',  # the name stands beside the value on a phone
+        '<td data-name="waited for">read:9.5s</td>',
         '<td data-name="loss">1.5</td>',
         "<h2>Run of &lt;b&gt;sft&lt;/b&gt;</h2>",
         "<figcaption>Loss</figcaption>",
@@ -121,12 +140,12 @@ def test_a_browser_shows_servers_stalls_and_builds(url: str, tmp_path: Path) -> 
         '<td data-name="slices">3/8</td>',
         "10.0.0.7",
     ):
-        assert text in done.stdout, text
-    widths = re.findall(r'<canvas width="(\d+)"', done.stdout)
+        assert text in shown, text
+    widths = re.findall(r'<canvas width="(\d+)"', shown)
     assert len(widths) == 5, "one chart each, however often one looks"
     assert len(set(widths)) == 1, "the first one, too, is as wide as its column"
-    assert "<b>" not in done.stdout
-    assert "as of" in done.stdout
+    assert "<b>" not in shown
+    assert "as of" in shown
 
 
 @pytest.mark.ray
@@ -185,4 +204,5 @@ def test_the_page_and_the_terminal_show_the_loss_of_a_run_that_goes_on(
     (server,) = [one for one in found[-1]["servers"] if one["server"] == "watched"]
     loss = found[-1]["charts"]["watched"][0]
     assert (loss["title"], loss["x"]) == ("Loss", [0, 1])
+    assert found[-1]["reports"]["watched"] == f"raysvc report {tmp_path / 'run'}"
     assert server["loss"] == f"{loss['series'][0]['values'][-1]:.4g}"
