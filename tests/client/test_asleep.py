@@ -72,8 +72,10 @@ def settled_frontier(server: Any) -> int:
     return int(seen)
 
 
-@pytest.mark.parametrize("where", ["posix", "s3"])
-@pytest.mark.parametrize("point", ["fetching", "fetched", "stepped", "saved"])
+@pytest.mark.parametrize(
+    ("point", "where"),
+    [("fetching", "posix"), ("fetched", "s3"), ("stepped", "posix"), ("saved", "posix"), ("saved", "s3")],
+)
 def test_a_trainer_that_wakes_after_its_successor_came_touches_nothing(
     point: str,
     where: str,

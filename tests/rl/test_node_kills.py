@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-KILLS = 32
+KILLS = 18
 NOTICE = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -149,7 +149,7 @@ def test_kills_of_nodes_trainer_server_and_producers_change_no_trained_row(tmp_p
     found = json.loads(done.stdout.strip().splitlines()[-1])
     print(found)
     assert sum(found["killed"].values()) == KILLS
-    assert found["killed"]["node"] >= 5
+    assert found["killed"]["node"] >= 3
     assert found["twice"] == 0, "no group is there twice"
     assert found["steps"] > 20
     assert found["same"], "the trained rows are those of a run that nobody disturbed"

@@ -159,7 +159,7 @@ def test_the_documented_loop_goes_on_from_any_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [4, 36])
+@pytest.mark.parametrize("kills", [4, 20])
 def test_kills_of_trainer_server_and_producers_change_no_trained_row(
     served: Callable[..., Any], tmp_path: Path, kills: int
 ) -> None:

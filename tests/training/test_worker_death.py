@@ -37,9 +37,8 @@ def worker_pids(run: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 def test_the_last_line_says_what_died_where_and_which_command_goes_on(
-    victim: int, tmp_path: Path, sample: dict[str, str]
+    tmp_path: Path, sample: dict[str, str]
 ) -> None:
     job: dict[str, Any] = {
         "source": {"path": sample["rows"], "format": "chat"}, "tokenizer": sample["tokenizer"],
@@ -56,7 +55,7 @@ def test_the_last_line_says_what_died_where_and_which_command_goes_on(
         assert run.poll() is None, run.communicate()[0][-2000:]
         assert time.monotonic() - begin < 300
         time.sleep(0.005)
-    pid = sorted(worker_pids(run))[victim]
+    pid = max(worker_pids(run))
     os.kill(pid, signal.SIGKILL)
     seen, _ = run.communicate(timeout=300)
     last = seen.strip().splitlines()[-1]
