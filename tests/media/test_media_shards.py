@@ -199,6 +199,7 @@ def test_media_of_several_shapes_are_refused_by_name() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.parametrize("served", ["llava", "qwen2_vl_videos"], indirect=True)
 def test_collators_give_a_trainer_the_pixels_of_the_server(
     served: Any, serve: Callable[..., Any], streams: Any
 ) -> None:

@@ -127,7 +127,7 @@ def main(folder: str) -> None:
         time.sleep(rng.uniform(0.05, 1.0))
         run.revive()
         kinds = ("node", "server", "trainer", "producer-0", "producer-1")
-        run.kill(kinds[number % 5] if number < 10 else rng.choice(kinds), rng)
+        run.kill(kinds[number % 5] if number < 15 else rng.choice(kinds), rng)
     run.revive()
     print(json.dumps(run.end()))
 
