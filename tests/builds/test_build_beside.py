@@ -155,7 +155,7 @@ print(raysvc.train(sys.argv[1], should_stop=stop)["stalls"]["by_cause"])
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shared", [True], ids=["shared"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
 def test_kills_of_trainer_server_and_builder_change_no_step(
     tmp_path: Path, sample: dict[str, str], shared: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from datetime import date
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,17 @@ SHARES = (0.4, 0.7, 0.95)
 every_template = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
 )
+
+
+def in_turn(modes: Sequence[str]) -> pytest.MarkDecorator:
+    """Every template in one of the modes, and the quick ones in all of them."""
+    cases = [
+        pytest.param(name, mode, marks=[] if name in QUICK else [pytest.mark.slow])
+        for place, name in enumerate(NAMES)
+        for number, mode in enumerate(modes)
+        if name in QUICK or place % len(modes) == number
+    ]
+    return pytest.mark.parametrize(("name", "mode"), cases)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +125,7 @@ def test_one_row_a_turn_is_exact_or_refused_by_the_template(name: str, folder_of
     assert wrong == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-@every_template
+@in_turn(MODES)
 def test_rows_that_are_too_long_are_cut_as_they_are_declared(name: str, mode: str, folder_of: Any) -> None:
     template, hf = TEMPLATES[name], hugging_face(folder_of(name))
     wrong = []
@@ -168,8 +179,7 @@ def test_one_row_a_turn_keeps_its_last_turns(name: str, folder_of: Any) -> None:
     assert wrong_in(hf, template, last, places(last)[-1:], *cut[1]) == []
 
 
-@every_template
-@pytest.mark.parametrize("mode", [ALL, TURNS])
+@in_turn([ALL, TURNS])
 def test_contents_in_parts_are_those_of_texts(name: str, mode: str, folder_of: Any) -> None:
     hf = hugging_face(folder_of(name))
     made = tokenizer(folder_of(name), train_on=mode)

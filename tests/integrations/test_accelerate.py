@@ -27,7 +27,7 @@ TWO = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num
        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["sft"])
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
 def test_two_processes_of_accelerate_have_the_losses_of_one_before_and_after_one_is_killed(
     kind: str, ray_session: None, tmp_path: Path, sample: dict[str, str]
 ) -> None:
