@@ -24,6 +24,7 @@ from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
 from raysvc.row_ids import parse, split
+from raysvc.trackers.tracker import without_secrets
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, identity_in
 from raysvc.training.run_job import given_fields
@@ -123,7 +124,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             entry, [seen.with_media[place] for place in spread(len(seen.with_media), MEDIA_ROWS)]
         ),
         decisions=_decisions(job),
-        job=given_fields(job),
+        job=without_secrets(given_fields(job)),
     )
 
 

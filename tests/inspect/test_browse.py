@@ -393,6 +393,22 @@ def test_what_a_run_says_of_rows_is_told_of_those_that_it_trained_alone(
         assert ("rows of the run" in found.overview) == (not steps)
 
 
+def test_the_job_of_a_report_has_no_credentials(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = load_job(
+        {
+            "source": {"path": sample["rows"], "storage_options": {"key": "k3y"}},
+            "tokenizer": sample["tokenizer"],
+            "cache": {"root": str(tmp_path / "cache")},
+            "trainer": {"run_dir": str(tmp_path / "run")},
+        }
+    )
+    entry = raysvc.tokenize(job)
+    signed = job.source.model_copy(update={"path": ("https://me:pw@host/rows.jsonl?sig=s3cret",)})
+    told = gather(job.model_copy(update={"source": signed}), entry).job
+    assert told["source.path"] == ["https://***@host/rows.jsonl?***"]
+    assert not [secret for secret in ("k3y", "pw", "s3cret") if secret in json.dumps(told)]
+
+
 def test_the_loss_of_a_row_is_a_mean_over_its_targets_and_a_row_without_one_has_none(tmp_path: Path) -> None:
     job: Any = SimpleNamespace(run_dir=str(tmp_path), cache=SimpleNamespace(storage_options={}))
     log, rows = FeedbackLog(f"{tmp_path}/server/feedback", {}), np.array([3, 9, 12])
