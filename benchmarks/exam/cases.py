@@ -56,6 +56,7 @@ class Lives:
     last: list[Played]
     undisturbed: list[Played]
     differ: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> list[int]:
@@ -129,7 +130,7 @@ def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
     place = case.name if any(run.numbers != ALL for run in case.runs) else usual
     numbers = case.runs[0].numbers
     asked += f"-{len(numbers)}"
-    if case.judge not in (once, unchanged, streamed) and asked not in known:
+    if case.judge not in (once, unchanged, streamed, buffered) and asked not in known:
         known[asked] = table.play(
             asked, numbers, place=usual if numbers == ALL else place, world=world, options=options
         )
@@ -137,6 +138,7 @@ def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
     trained: list[list[list[int]]] = []
     loads: list[Any] = []
     differ: list[int] = []
+    sampled: list[int] = []
     played = undisturbed
     for run in case.runs:
         if error := next((each.error for each in played if each.error and not each.state), None):
@@ -159,10 +161,11 @@ def examine(case: Case, table: Player, known: dict[str, list[Played]]) -> Score:
         trained += [
             [[]] * done for _ in range(run.world - len(trained))
         ]  # a rank that was not there had no rows
+        sampled += [row for each in played for row in each.sampled]
         for rank, each in enumerate(played):
             trained[rank] = [*trained[rank], *each.batches[: run.save_after]]
             differ += _flat((each.differ or [])[: run.save_after])
-    score = case.judge(Lives(case, trained, played, undisturbed, differ))
+    score = case.judge(Lives(case, trained, played, undisturbed, differ, sampled))
     score.differ = len(differ)
     if played[0].total_mb:
         score.detail = f"{played[0].total_mb - before_mb} MB more than with {len(numbers)} rows"
@@ -243,6 +246,16 @@ def unchanged(lives: Lives) -> Score:
 def streamed(lives: Lives) -> Score:
     """The last run gave every row once, in memory that is less than its rows."""
     return _failed(lives) or _in_any_order(STREAM, lives.last[0].rows)
+
+
+def buffered(lives: Lives) -> Score:
+    """Every prompt was trained once an epoch; what was answered more often is told beside it."""
+    if failed := _failed(lives):
+        return failed
+    wanted = [*lives.case.runs[0].numbers] * OPTIONS["epochs"]
+    score = _in_any_order(wanted, lives.rows)
+    score.detail = f"{count(wanted, lives.sampled).repeated} prompts answered again"
+    return score
 
 
 def same_bytes(lives: Lives) -> Score:
@@ -337,6 +350,7 @@ SHORT, STREAM = tuple(range(512)), tuple(range(4096))  # rows of 64 KiB
 IDS = {"ids": True}
 PACKED, MIXED = {"packed": True, **IDS}, {"mixture": True, "limit": 40}
 WORKERS, ONE_EPOCH = {"workers": 2}, {"epochs": 1}
+ROLLOUTS = {"rollouts": True}
 LONG = {"long": True, "shuffle": False, **ONE_EPOCH}
 TWO, THREE = ({"batch_size": size, "epochs": 1} for size in (12, 8))
 
@@ -357,6 +371,8 @@ CASES = (
          mixed),
     Case("pairs", "two answers of each row; a batch has both; dies, goes on", (Run(9, options=PAIRS), Run(options=PAIRS)), paired,
          unless="a row is one example"),
+    Case("rollouts", "answers to prompts end in another order, and wait in a buffer; the learner and what samples die, go on", (Run(40, numbers=EVEN, options=ROLLOUTS), Run(numbers=EVEN, options=ROLLOUTS)), buffered,
+         unless="answers are not its business"),
     Case("bytes", "rows of 2 to 11 tokens have, in their batches, the ids of the source", (Run(options={**IDS, **ONE_EPOCH}),), unchanged),
     Case("stream", "256 MiB of rows, read in order in 128 MiB more than 32 MiB of them need", (Run(numbers=SHORT, options=LONG, memory_mb=100_000), Run(numbers=STREAM, options=LONG, memory_mb=128)), streamed),
 )  # fmt: skip

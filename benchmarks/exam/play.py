@@ -8,6 +8,7 @@ An adapter is a module beside this one with
 - `prepare()`, where it has one: what lives as long as the parent;
 - `open_loader(rows, run=, rank=, world_size=, batch_size=, epochs=, seed=, workers=, shuffle=)`, which returns an object with
   `batches()`, an iterator over lists of row numbers (with the option `ids=True`: of the ids of rows); `save()`, a state after the batch that was given out last; and `load(state)`.
+  With the option `rollouts=True` it samples answers to prompts itself, and `sampled` lists the rows that it did so far.
 Each line read is the path of a spec, for which a child is forked; `PATH` is printed when it has ended. Each line of the child's log
 is one batch, on disk before the next one is asked for.
 """
@@ -155,6 +156,7 @@ def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
     if spec.get("load"):
         # written by the same contestant a moment ago, in a folder of this run
         loader.load(pickle.loads(Path(spec["load"]).read_bytes()))
+    done = 0  # answers to prompts that are told
     for count, batch in enumerate(loader.batches(), 1):
         own_s = time.monotonic() - begin - imports.seconds
         first_s = {"first_s": round(own_s, 2), "import_s": round(imports.seconds, 2)} if count == 1 else {}
@@ -163,7 +165,9 @@ def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
             if spec["options"].get("ids")
             else {"rows": [*map(int, batch)]}
         )
-        print(json.dumps({**rows, **first_s}), file=log)
+        known = getattr(loader, "sampled", [])
+        sampled, done = {"sampled": known[done:]} if known else {}, len(known)
+        print(json.dumps({**rows, **sampled, **first_s}), file=log)
         if count == spec.get("save_after"):
             state = pickle.dumps(loader.save())
             Path(spec["save"]).write_bytes(state)

@@ -9,14 +9,15 @@ from typing import Any
 
 from ray_alone import prepare as prepare
 from raysvc_load import NOT_OFFERED as NOT_OFFERED
-from raysvc_load import OFFERS as OFFERS
 from raysvc_load import PROMISE as PROMISE
 from raysvc_load import VERSION as VERSION
 from raysvc_load import Loader
+from raysvc_rollouts import Learner
 from words import parts_of
 
 import raysvc
 
+OFFERS = ("pairs", "rollouts")
 SETTINGS = "serve() again by rank 0 of each launch, attach(rank=, group=, takeover=True), steps(), commit() after each"
 IMPORTS = ("torch", "transformers", "raysvc.api")
 
@@ -53,7 +54,9 @@ def _end_others(name: str) -> None:
             stop_server(other)
 
 
-def open_loader(rows: Path, **options: Any) -> Served:
+def open_loader(rows: Path, **options: Any) -> Served | Learner:
+    if options.get("rollouts"):
+        return Learner(rows, options)
     if options.get("long"):  # two sources, that are no versions of one
         options["run"] += Path(parts_of(rows)[0]).parent.name
     return Served(rows, options)

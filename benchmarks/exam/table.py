@@ -34,6 +34,7 @@ class Played:
 
     Attributes:
         total_mb: what all processes of the contestant held together, those of its Ray too, where a limit was set.
+        sampled: rows whose prompts were answered, where the contestant does that.
         differ: for each batch, the numbers of rows whose ids are not those of the source; None: it gives numbers alone.
     """
 
@@ -45,6 +46,7 @@ class Played:
     state: Path | None = None
     differ: list[list[int]] | None = None
     total_mb: int | None = None
+    sampled: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> list[int]:
@@ -63,6 +65,7 @@ def read_log(log: Path) -> Played:
             played.batches.append(rows)
             wrong = [row for row, ids in zip(rows, said["ids"], strict=True) if ids != ids_of(text_of(row))]
             played.differ = [*(played.differ or []), wrong]
+        played.sampled += said.get("sampled", [])
         played.first_s = said.get("first_s", played.first_s)
         played.error = said.get("error", played.error)
         played.total_mb = said.get("total_mb", played.total_mb)
