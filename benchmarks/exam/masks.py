@@ -5,7 +5,7 @@
 Each contestant makes ids and a mask of every row, in a process and an environment of its own (`masks_play.py`). The judge is
 that of our tests (`tests/chat/zoo_judge.py`), without our rule and without marks: ids are those of `apply_chat_template`, words of the
 assistant are trained, words of others are not, and a control token that ends the last answer is trained. A refusal is right where
-the template refuses the row, or does not show it. Tokens are bytes and the template's own; for Qwen's templates, where its tokenizer lies
+the template refuses the row, or does not show it. Blanks at the end of a row may be left out. Tokens are bytes and the template's own; for Qwen's templates, where its tokenizer lies
 beside the checkout, those of Qwen2.5.
 """
 
@@ -29,7 +29,6 @@ from play_env import python_of
 from results import keep
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL = ("qwen2_5", "qwen2_5_training", "qwen3", "qwen3_training", "qwen3_6")
 QWEN = ROOT.parent / "shared" / "tokenizers" / "qwen2_5" / "tokenizer.json"
 CLASSES = ("right", "refused rightly", "refused needlessly", "ids differ", "answer not trained", "others trained",
            "reasoning not trained", "end not trained", "no truth")  # fmt: skip
@@ -54,7 +53,7 @@ def main(words: list[str]) -> None:
     examples: dict[str, dict[str, str]] = {name: {} for name in tables}
     with tempfile.TemporaryDirectory() as base:
         for template in chosen:
-            zoo._base = QWEN.read_text if template.name in REAL and QWEN.exists() else plain
+            zoo._base = QWEN.read_text if template.name.startswith("qwen") and QWEN.exists() else plain
             folder = zoo.tokenizer_folder(template, Path(base) / template.name)
             for kind, rows in zoo.ROWS.items():
                 asked += [
@@ -88,6 +87,8 @@ def main(words: list[str]) -> None:
             truth = judge.truth(hf, one["row"])
             said = one["said"]
             for name in tables:
+                if answers[name][str(number)].get("not_offered"):
+                    continue
                 verdict, why = judged(
                     judge, hf, said, truth, answers[name][str(number)], CONTESTANTS[name].last_only
                 )
@@ -110,7 +111,7 @@ def judged(
         return ("refused rightly" if is_right else "refused needlessly"), answer["refused"]
     if truth.refusal:
         return "no truth", truth.refusal
-    ids, mask = answer["ids"], answer["mask"]
+    ids, mask = up_to_blanks(hf, truth.ids, answer["ids"], answer["mask"])
     places = [n for n, message in enumerate(row["messages"]) if message["role"] == "assistant"]
     found = judge.faults(hf, row, places[-1:] if last_only else places, replace(truth, mask=None), ids, mask)
     kinds = {
@@ -126,6 +127,14 @@ def judged(
     if end_is_left_out(judge, hf, row, ids, mask):
         return "end not trained", tokens(hf, ids, mask)
     return "right", tokens(hf, ids, mask)
+
+
+def up_to_blanks(hf: Any, wanted: list[int], ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    """Ids as wanted, where only blanks at the end differ: who ends a row at its last stop token loses nothing."""
+    same = min(len(wanted), len(ids))
+    if ids[:same] == wanted[:same] and not hf.decode(ids[same:] + wanted[same:]).strip():
+        return wanted, [*mask[:same], *[0] * (len(wanted) - same)]
+    return ids, mask
 
 
 def end_is_left_out(judge: Any, hf: Any, row: Any, ids: list[int], mask: list[int]) -> bool:

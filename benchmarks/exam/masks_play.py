@@ -40,7 +40,7 @@ def parsed(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def raysvc(folder: str, row: dict[str, Any]) -> Answer:
+def raysvc(folder: str, template: str, row: dict[str, Any]) -> Answer:
     from raysvc.chat.source.json_rows import SourceRow
 
     result = _raysvc(folder).run([SourceRow(0, copy.deepcopy(row))])
@@ -60,26 +60,25 @@ def _raysvc(folder: str) -> Any:
     return SliceTokenizer(TextSpec(tokenizer=config, train_on="all_assistant_messages"))
 
 
-def transformers(folder: str, row: dict[str, Any], template: str | None = None) -> Answer:
+def transformers(folder: str, template: str, row: dict[str, Any], text: str | None = None) -> Answer:
     row = parsed(row)
     both = hf_of(folder).apply_chat_template(
-        row["messages"], tools=row.get("tools"), chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        row["messages"], tools=row.get("tools"), chat_template=text, return_dict=True, return_assistant_tokens_mask=True
     )  # fmt: skip
     if 1 not in both["assistant_masks"]:
         raise ValueError("no token is trained")  # as TRL says; transformers warns
     return list(both["input_ids"]), list(both["assistant_masks"])
 
 
-def trl(folder: str, row: dict[str, Any]) -> Answer:
+def trl(folder: str, template: str, row: dict[str, Any]) -> Answer:
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     hf = hf_of(folder)
-    return transformers(
-        folder, row, None if has_generation_markers(hf.chat_template) else get_training_chat_template(hf)
-    )
+    text = None if has_generation_markers(hf.chat_template) else get_training_chat_template(hf)
+    return transformers(folder, template, row, text)
 
 
-def trl_completion(folder: str, row: dict[str, Any]) -> Answer:
+def trl_completion(folder: str, template: str, row: dict[str, Any]) -> Answer:
     from trl.data_utils import common_prefix_length
 
     row, hf = parsed(row), hf_of(folder)
@@ -92,7 +91,7 @@ def trl_completion(folder: str, row: dict[str, Any]) -> Answer:
     return ids, [0] * start + [1] * (len(ids) - start)
 
 
-def skyrl(folder: str, row: dict[str, Any]) -> Answer:
+def skyrl(folder: str, template: str, row: dict[str, Any]) -> Answer:
     import typing
 
     import typing_extensions
@@ -115,18 +114,29 @@ CONTESTANTS = {
     "trl": Contestant("trl", "assistant_only_loss: get_training_chat_template where the template has no marks"),
     "trl_completion": Contestant("trl", "prompt and completion: what follows the common prefix", last_only=True),
     "skyrl": Contestant("skyrl", "tokenize_chat_example, train_on_what=all_assistant_messages", needs=("skyrl==0.3.0",)),
+    "axolotl": Contestant("axolotl", "chat_template strategy, its defaults, eot_tokens: the end of turns", needs=("axolotl",)),
+    "tinker": Contestant("tinker-cookbook", "build_supervised_example, LAST_ASSISTANT_MESSAGE, renderers of four models", last_only=True, needs=("tinker-cookbook", "tinker", "tml-renderers")),
+    "llama_factory": Contestant("llamafactory", "SupervisedDatasetProcessor, formatting: sharegpt, templates of three models; rows of a reasoning key are not offered", needs=("llamafactory",)),
 }  # fmt: skip
+
+
+def _answer_of(name: str) -> Callable[[str, str, dict[str, Any]], Answer | None]:
+    if name in globals():
+        return globals()[name]  # type: ignore[no-any-return]
+    import masks_peers
+
+    return lambda folder, template, row: getattr(masks_peers, name)(folder, template, parsed(row))
 
 
 def main(name: str, spec: str, out: str) -> None:
     made: dict[str, Any] = {
         "version": f"{CONTESTANTS[name].package} {importlib.metadata.version(CONTESTANTS[name].package)}"
     }
-    answer: Callable[[str, dict[str, Any]], Answer] = globals()[name]
+    answer: Callable[[str, str, dict[str, Any]], Answer | None] = _answer_of(name)
     for number, one in enumerate(json.loads(Path(spec).read_text())):
         try:
-            ids, mask = answer(one["folder"], one["row"])
-            made[str(number)] = {"ids": ids, "mask": mask}
+            given = answer(one["folder"], one["template"], one["row"])
+            made[str(number)] = {"ids": given[0], "mask": given[1]} if given else {"not_offered": True}
         except Exception as error:  # noqa: BLE001 - what a contestant says is what is looked at
             made[str(number)] = {"refused": f"{type(error).__name__}: {error}"[:300]}
     Path(out).write_text(json.dumps(made))

@@ -14,7 +14,10 @@ TORCH = "torch==2.13.0"  # the one that is there: no other is fetched
 ALONE = {"torchtitan": ("torchdata", "tyro", "spmd_types==0.2.3", "datasets<4.8"),
          "verl": ("torchdata", "tensordict", "omegaconf", "hydra-core", "codetiming", "pyvers"),
          "skyrl==0.3.0": ("skyrl-gym", "loguru", "jaxtyping", "tensordict", "omegaconf", "hydra-core", "func_timeout",
-                          "httpx", "pybase64", "cloudpathlib")}  # fmt: skip
+                          "httpx", "pybase64", "cloudpathlib"),
+         "axolotl": ("addict", "colorama"),
+         "tinker-cookbook": ("chz", "blobfile", "pyrage"), "tinker": (), "tml-renderers": (),
+         "llamafactory": ("omegaconf", "peft==0.18.1")}  # fmt: skip
 
 
 def python_of(contestant: str, needs: Sequence[str]) -> str:

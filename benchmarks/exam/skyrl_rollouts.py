@@ -45,7 +45,11 @@ class Learner:
         cfg.trainer.seed, cfg.trainer.epochs, cfg.generator.n_samples_per_prompt = o["seed"], o["epochs"], 2
         cfg.data.dataloader.num_workers = 0
         trainer.train_dataset = PromptDataset(str(prompts(rows)), words, 100, num_workers=1)
-        trainer.generator, trainer.mini_batch_size, trainer.max_staleness_steps = self.sampler, o["batch_size"], 1
+        trainer.generator, trainer.mini_batch_size, trainer.max_staleness_steps = (
+            self.sampler,
+            o["batch_size"],
+            1,
+        )
         trainer._build_train_dataloader_and_compute_training_steps()
         trainer.sample_full_batch, trainer.all_timings, trainer.global_step = False, {}, 1
         trainer.async_train_dataloader = _AsyncDataloader(trainer.train_dataloader, o["batch_size"])
