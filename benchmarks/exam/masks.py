@@ -55,6 +55,7 @@ def main(words: list[str]) -> None:
         for template in chosen:
             zoo._base = QWEN.read_text if template.name.startswith("qwen") and QWEN.exists() else plain
             folder = zoo.tokenizer_folder(template, Path(base) / template.name)
+            hf = AutoTokenizer.from_pretrained(folder)
             for kind, rows in zoo.ROWS.items():
                 asked += [
                     {
@@ -63,6 +64,7 @@ def main(words: list[str]) -> None:
                         "kind": kind,
                         "row": zoo.as_taken(template, row),
                         "said": row,
+                        "as_text": as_text(judge, hf, zoo.as_taken(template, row)),
                     }
                     for row in rows
                 ]
@@ -100,6 +102,16 @@ def main(words: list[str]) -> None:
     ]
     keep("masks", rows, about=about, examples=examples, templates=len({one["template"] for one in asked}))
     show("Masks", rows, about=about, examples=examples)
+
+
+def as_text(judge: Any, hf: Any, row: Any) -> bool:
+    """Whether a template renders a row's tool calls with arguments as text alone, as DeepSeek-V3's does."""
+    given = judge.clean(row)
+    try:
+        hf.apply_chat_template(given["messages"], tools=given.get("tools"))
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return not judge.truth(hf, row).refusal
+    return False
 
 
 def judged(

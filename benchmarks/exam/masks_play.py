@@ -31,12 +31,15 @@ def hf_of(folder: str) -> Any:
 
 
 def parsed(row: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as objects, the form that Hugging Face documents."""
+    """Arguments as objects, the form that Hugging Face documents; as text where the template takes no other (`as_text`)."""
     row = copy.deepcopy(row)
     for message in row["messages"]:
         for call in message.get("tool_calls") or ():
-            if isinstance(call["function"]["arguments"], str):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            given = call["function"]["arguments"]
+            if isinstance(given, str) and not row.get("as_text"):
+                call["function"]["arguments"] = json.loads(given)
+            elif not isinstance(given, str) and row.get("as_text"):
+                call["function"]["arguments"] = json.dumps(given, ensure_ascii=False)
     return row
 
 
@@ -135,7 +138,8 @@ def main(name: str, spec: str, out: str) -> None:
     answer: Callable[[str, str, dict[str, Any]], Answer | None] = _answer_of(name)
     for number, one in enumerate(json.loads(Path(spec).read_text())):
         try:
-            given = answer(one["folder"], one["template"], one["row"])
+            row = one["row"] if name == "raysvc" else {**one["row"], "as_text": one["as_text"]}
+            given = answer(one["folder"], one["template"], row)
             made[str(number)] = {"ids": given[0], "mask": given[1]} if given else {"not_offered": True}
         except Exception as error:  # noqa: BLE001 - what a contestant says is what is looked at
             made[str(number)] = {"refused": f"{type(error).__name__}: {error}"[:300]}
