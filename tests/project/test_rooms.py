@@ -153,3 +153,43 @@ def test_a_public_function_that_raises_says_so() -> None:
                 if raises_in(node) and "raise" not in text:
                     silent.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert silent == []
+
+
+def kinds_of(*roots: str) -> set[str]:
+    """The classes of these names, and all that derive from them."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in code_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = set(roots)
+    while more := {name for name, its in bases.items() if its & found} - found:
+        found |= more
+    return found
+
+
+def asked_for(tree: ast.AST, kinds: set[str]) -> list[str]:
+    """Kinds that `isinstance` or a `case` asks for."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"]
+    asked = [call.args[1] for call in calls] + [
+        n.cls for n in ast.walk(tree) if isinstance(n, ast.MatchClass)
+    ]
+    names = [one for node in asked for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)]
+    return [name for one in names if (name := ast.unparse(one).rpartition(".")[2]) in kinds]
+
+
+def test_kinds_of_entries_and_of_orders_are_asked_for_only_where_an_entry_is_opened() -> None:
+    specs = ("GrowingSpec", "FollowedSpec", "AddedSpec")
+    kinds = kinds_of("Entry", "GroupOrder", "HeldRows", "SlicedRows", "WindowedSource", *specs)
+    assert {"FollowedEntry", "AddedEntry", "Mixture", "WindowOrder"} <= kinds
+    assert asked_for(ast.parse("isinstance(a, (x.Entry, int))\nmatch a:\n case Mixture(): 1"), kinds) == [
+        "Entry",
+        "Mixture",
+    ]
+    found = {
+        module_of(path): names
+        for path in code_files()
+        if (names := asked_for(ast.parse(path.read_text()), kinds))
+    }
+    assert found == {"raysvc.cache.growing.coming_entry": ["AddedSpec", "FollowedSpec"]}
