@@ -5,8 +5,10 @@
 Axes: N rows of an epoch, R ranks, B rows of a batch.
 
 1. An epoch is one order of all rows: a function of (shuffle, seed, epoch), whatever the ranks and batches are.
-2. All ranks are at one position of it. Batch by batch rank r takes the rows from position + r * B on, and the position moves by R * B.
-3. Where fewer than R * B rows are left, each rank takes an R-th of them; fewer than R rows at the end of an epoch are left out.
+2. All ranks are at one position of it. Step by step they take the next R * B rows, B each, in the order of ranks, and the position moves on.
+3. At the end of an epoch fewer are left. They are dealt as evenly as they can be, a row more or less, and so that no rank has none: where
+   fewer than R rows would be left for the last step, the step before it gives some of its own (at B = 1 there is no such step, and
+   some ranks take two rows). Only where fewer than R rows are left at all is the epoch over.
 4. The state is the epoch and the position. Whoever loads it goes on there, with any R and B.
 
 Always true:
@@ -123,12 +125,12 @@ class EntryShard:
             dtypes: of the tensors: one, or by name; not with `collate_fn`.
             device: "auto": that of the Ray Train worker.
             collate_fn: gets the columns as numpy, ragged ones as arrays of arrays, or what its class of Ray Data says.
-            drop_last: leave out batches that are not full.
+            drop_last: leave out steps in which a batch is not full.
             local_shuffle_buffer_size: n: blocks of n rows are shuffled, and the rows in them, in place of `EntryData.shuffle`.
             local_shuffle_seed: of that; None: `EntryData.seed`.
 
         Raises:
-            ConfigError: an argument that cannot be.
+            ConfigError: an argument that cannot be, or fewer rows than workers.
             StateMismatch: the state was taken in the middle of an epoch of another order.
         """
         if collate_fn is not None and dtypes is not None:
@@ -136,6 +138,9 @@ class EntryShard:
         for name, number in (("batch_size", batch_size), ("prefetch_batches", prefetch_batches + 1)):
             if not isinstance(number, int) or number < 1:
                 raise ConfigError(name, f"{number!r} is not a number of rows or batches", "give an integer")
+        if self._entry.num_rows < self._ranks:
+            what = f"there are {self._ranks} for {self._entry.num_rows} rows, and each needs one"
+            raise ConfigError("num_workers", what, "use fewer workers")
         order = self._order_of(local_shuffle_buffer_size, local_shuffle_seed)
         collate = collate_fn and _formatted(collate_fn)
         place = _device(device)
@@ -224,9 +229,13 @@ class EntryShard:
             try:
                 while True:
                     while len(coming) <= prefetch and (span := next(spans, None)):
-                        first, each = span
-                        mine = np.arange(each, dtype=np.int64) + first + self._rank * each
-                        coming.append((first + self._ranks * each, pool.submit(made, mine)))
+                        first, step = span
+                        begin, end = (
+                            first + place * step // self._ranks for place in (self._rank, self._rank + 1)
+                        )
+                        coming.append(
+                            (first + step, pool.submit(made, np.arange(begin, end, dtype=np.int64)))
+                        )
                     if self._loaded != loaded:
                         raise StateMismatch(
                             "state", "it was loaded in a loop that goes on", "begin a loop after it"
@@ -243,13 +252,12 @@ class EntryShard:
         self.epoch, self._position = self.epoch + 1, 0
 
     def _spans(self, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
-        """For every batch: the position, and rows of each rank."""
-        first, stop = self._position, self._entry.num_rows
-        while each := min(size, (stop - first) // self._ranks):
-            if drop_last and each < size:
-                return
-            yield first, each
-            first += each * self._ranks
+        """For every step: the position, and the rows of all ranks."""
+        first, stop, whole = self._position, self._entry.num_rows, size * self._ranks
+        while (left := stop - first) >= (whole if drop_last else self._ranks):
+            step = whole if drop_last else rows_of_step(left, size, self._ranks)
+            yield first, step
+            first += step
 
     def _collated(self, rows: RowBatch, dtypes: Any) -> dict[str, Any]:
         width = int(rows.lengths.max(initial=0))
@@ -278,6 +286,14 @@ class EntryShard:
         for name in self._names:
             columns[name] = _bits(rows.rows[name]) if name in rows.rows else _ragged(rows, name)
         return _RawBatch(columns, {ROW_ID: "int64", **self._entry.columns})
+
+
+def rows_of_step(left: int, batch_size: int, num_ranks: int) -> int:
+    """Returns how many of the rows that are left all ranks together take, at least one each; see 3 of the module."""
+    whole = batch_size * num_ranks
+    if not whole < left < whole + num_ranks:
+        return min(left, whole)
+    return left - num_ranks if batch_size > 1 else left
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import ConfigError, StateMismatch
-from raysvc.integrations.ray_train import EntryData, EntryDataConfig, EntryShard
+from raysvc.integrations.ray_train import EntryData, EntryDataConfig, EntryShard, rows_of_step
 from raysvc.job.carried import MARK
 from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import plan_of_entries
@@ -77,7 +77,9 @@ def taken(shards: list[EntryShard], batches: int | None, **options: Any) -> list
         if step[0] is None:
             assert step == [None] * len(shards), "all ranks end together"
             break
-        assert len({len(batch["row_id"]) for batch in step if batch}) == 1, "batches of one size"
+        sizes = [len(batch["row_id"]) for batch in step if batch]
+        assert min(sizes) >= 1, "a rank has a row"
+        assert max(sizes) - min(sizes) <= 1, "batches of one size, a row more or less"
         found += [row for batch in step if batch for row in batch["row_id"].tolist()]
         batches = None if batches is None else batches - 1
     for loop in loops:
@@ -105,7 +107,20 @@ def test_whoever_goes_on_has_exactly_the_rows_that_are_left(
     expected = order_of(uri, 0)
     assert found[0] == expected[: len(found[0])]
     assert len(expected) - len(found[0]) < ranks
-    assert taken(shards, None, batch_size=size) == order_of(uri, 1)[: ROWS - ROWS % ranks]
+    assert taken(shards, None, batch_size=size) == order_of(uri, 1)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 9))
+def test_every_rank_has_a_row_in_every_step_of_an_epoch(rows: int, size: int, ranks: int) -> None:
+    steps, left = [], rows
+    while left >= ranks:
+        steps.append(rows_of_step(left, size, ranks))
+        left -= steps[-1]
+    assert left == (rows if rows < ranks else 0)
+    whole = size * ranks
+    assert len(steps) == (0 if rows < ranks else rows // whole if size == 1 else -(-rows // whole))
+    assert all(ranks <= step <= size * ranks + (size == 1) * (ranks - 1) for step in steps)
+    assert steps[:-2] == [size * ranks] * len(steps[:-2]), "only the last two are not full"
 
 
 def test_a_local_shuffle_is_one_of_blocks_and_without_any_the_rows_lie_as_they_are(uri: str) -> None:
@@ -192,6 +207,8 @@ def test_what_cannot_be_is_refused(uri: str, entry: Written) -> None:
             shard.iter_torch_batches(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="window"):
         EntryShard(EntryData(uri, shuffle="window")).iter_torch_batches()
+    with pytest.raises(ConfigError, match=r"num_workers.* 24 for 23 rows"):
+        EntryShard(EntryData(uri), 0, ROWS + 1).iter_torch_batches()
     with pytest.raises(ConfigError, match="no column 'nothing'"):
         next(iter(EntryShard(EntryData(uri, columns=["nothing"])).iter_torch_batches()))
     with pytest.raises(ConfigError, match="no column 'nothing'"):
