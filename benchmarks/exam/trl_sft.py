@@ -44,7 +44,7 @@ class Loader(TrainerLoader):
         else:
             length, packing = LONG if is_long else 12, self.options.get("packed", False)
             args = SFTConfig(**options, packing=packing, max_length=length, bf16=False)
-            data = mapped(rows) if is_long else self.short(rows)
+            data = mapped(rows).with_format(None) if is_long else self.short(rows)
         model = LlamaForCausalLM(config)
         return Watched(model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
 
