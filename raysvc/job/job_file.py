@@ -208,7 +208,8 @@ def _remedy(path: Sequence[str]) -> str:
     name, known = path[-1], _fields_at(path[:-1])
     if (advice := advice_on(name)) is not None:
         return advice
-    if elsewhere := [section for section in SECTIONS if name in _fields_at([section])]:
+    elsewhere = [section for section in SECTIONS if name in _fields_at([section])]
+    if elsewhere and len(path) < 3:  # deeper down, a section's key of the same name is another thing
         return f"write {elsewhere[0]}.{name}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"

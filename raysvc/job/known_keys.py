@@ -130,6 +130,8 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "rl": KnownKey("trainer.objective"),
     "stage": KnownKey("trainer.objective"),
     "ref_model": KnownKey("enrich.ref_logprobs.model"),
+    "lora": _LORA,
+    "peft": _LORA,
     "lora_r": _LORA,
     "lora_rank": _LORA,
     "lora_alpha": _LORA,
