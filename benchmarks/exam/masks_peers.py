@@ -34,7 +34,8 @@ PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 
 
 def axolotl(folder: str, template: str, row: dict[str, Any]) -> Answer:
-    return _pair(_axolotl(folder).tokenize_prompt(row))
+    made = _axolotl(folder).tokenize_prompt(row)
+    return list(made["input_ids"]), [int(label >= 0) for label in made["labels"]]
 
 
 @lru_cache(maxsize=1)
@@ -155,7 +156,3 @@ def _llama_factory(folder: str, template: str) -> tuple[Any, Any]:
     fixed = get_template_and_fix_tokenizer(hf, data)
     encoder = SupervisedDatasetProcessor(template=fixed, tokenizer=hf, processor=None, data_args=data)
     return SharegptDatasetConverter(about, data), encoder._encode_data_example
-
-
-def _pair(made: Any) -> Answer:
-    return list(made["input_ids"]), [int(label >= 0) for label in made["labels"]]

@@ -165,7 +165,7 @@ def _play(module: Any, spec: dict[str, Any], log: Any, begin: float) -> None:
             if spec["options"].get("ids")
             else {"rows": [*map(int, batch)]}
         )
-        known = getattr(loader, "sampled", [])
+        known = [*getattr(loader, "sampled", ())]  # producers may add to it meanwhile
         sampled, done = {"sampled": known[done:]} if known else {}, len(known)
         print(json.dumps({**rows, **sampled, **first_s}), file=log)
         if count == spec.get("save_after"):
