@@ -48,14 +48,14 @@ class Producer:
     """Stands for the batch server: returns one shard per rank, made before the clock starts."""
 
     def __init__(self, mb: float) -> None:
-        from raysvc.collate.shard import Denominators, MicroBatch, Shard
+        from raysvc.collate.shard import Denominators, MicroBatchInfo, Shard
 
         lines = lines_of(mb) // DP_SIZE
         ones = np.ones(lines, np.int32)
         arrays = {name: np.ones((lines, WIDTH), np.int32) for name in COLUMNS}
         per_row = ("row_tokens", "row_group", "row_group_rows", "row_group_tokens", "seq_lengths")
         arrays |= dict.fromkeys(per_row, ones)
-        micro = (MicroBatch(0, lines, WIDTH, lines * WIDTH),)
+        micro = (MicroBatchInfo(0, lines, WIDTH, lines * WIDTH),)
         ids = np.arange(lines)
         count = Denominators(1, lines, lines)
         self._shards = [

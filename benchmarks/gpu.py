@@ -25,7 +25,7 @@ import numpy as np
 from common import show
 
 from raysvc.actors.staging.staging import Staging, StagingOptions
-from raysvc.collate.shard import Denominators, MicroBatch, Shard
+from raysvc.collate.shard import Denominators, MicroBatchInfo, Shard
 
 ROOT = Path(__file__).parents[1]
 MB = 10**6
@@ -85,7 +85,7 @@ class CudaMachine:
 def shard_of(nbytes: int, number: int) -> Shard:
     """One array of random bytes."""
     ids = np.random.default_rng(number).integers(0, 2**31, (1, nbytes // 4), dtype=np.int32)
-    micro = (MicroBatch(0, 1, nbytes // 4, 1),)
+    micro = (MicroBatchInfo(0, 1, nbytes // 4, 1),)
     rows = np.zeros(1, np.int64)
     return Shard(number, 0, 0, "padded_right", {"input_ids": ids}, rows, Denominators(1, 1, 1), micro)
 
@@ -194,7 +194,7 @@ def batch_of(number: int, rows: int, width: int) -> Shard:
         "seq_lengths": np.full(rows, width, np.int32),
     }
     counts = Denominators(rows * (width - 1), rows, rows)
-    micro = (MicroBatch(0, rows, width, rows * width),)
+    micro = (MicroBatchInfo(0, rows, width, rows * width),)
     return Shard(number, 0, 0, "padded_right", arrays, each.astype(np.int64), counts, micro)
 
 

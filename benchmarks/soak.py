@@ -74,8 +74,8 @@ def steps(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
                     assert shard[1]["input_ids"].sum() > 0
             client.commit(step.index)
             del step, mini, shard
-            if due(client.frontier, count):
-                yield figures(client.frontier, folder)
+            if due(client.next_step, count):
+                yield figures(client.next_step, folder)
     stop_server("soak")
 
 
@@ -87,7 +87,7 @@ def attaches(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
     serve(folder, uri, "comings", count)
     for number in range(count):
         with attach("comings", dp_size=1) as client:
-            for step in client.steps(stop=client.frontier + 1):
+            for step in client.steps(stop=client.next_step + 1):
                 client.commit(step.index)
         if due(number + 1, count):
             yield figures(number + 1, folder)

@@ -110,7 +110,7 @@ def measure(folder: Path, steps: int, compute_s: float) -> None:
                 begin = time.perf_counter()
                 loop(BLOCK)
                 times[name].append((time.perf_counter() - begin) / BLOCK)
-        nbytes = client.peek(0).mini_batches[0].nbytes
+        nbytes = client.outline(0).mini_batches[0].nbytes
     report(times, compute_s, waited, nbytes)
     del server
 

@@ -36,7 +36,7 @@ def train_rank(config: dict[str, Any]) -> None:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             client.load_state_dict(saved["data"])
-            rows, resumed = saved["rows"], [*saved["resumed"], client.frontier]
+            rows, resumed = saved["rows"], [*saved["resumed"], client.next_step]
         else:
             client.rewind(0)
         for micro in client:

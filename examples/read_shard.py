@@ -1,6 +1,6 @@
 """Read a shard in a worker that has numpy but not raysvc: copy this file to it. The format: docs/wire.md.
 
-shard = read_shard(value)  # what Ray hands over for a ref of `Mini.shards`
+shard = read_shard(value)  # what Ray hands over for a ref of `MiniBatch.shards`
 for micro in shard.micro_batches():
     train(micro["input_ids"], micro["labels"])
 """

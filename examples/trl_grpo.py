@@ -43,7 +43,7 @@ def main(folder: Path) -> dict[str, Any]:
         trainer(Grpo, folder / "halves", tokenizer, stop_at=13).train()  # in the middle of a generation batch
         resumed = trainer(Grpo, folder / "halves", tokenizer)
         resumed.train(resume_from_checkpoint=True)
-        left = ours.schedule.num_steps - ours.frontier
+        left = ours.schedule.num_steps - ours.next_step
     return {"left": left, "whole": facts(whole), "resumed": facts(resumed)}
 
 

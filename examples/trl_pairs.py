@@ -46,7 +46,7 @@ def main(folder: Path) -> dict[str, Any]:
             resumed = trainer(name, kind, folder / name / "halves", tokenizer)
             resumed.train(resume_from_checkpoint=True)
             facts[name] = {"whole": losses(whole), "resumed": losses(resumed)}
-        left = ours.schedule.num_steps - ours.frontier
+        left = ours.schedule.num_steps - ours.next_step
     return {"left": left, **facts}
 
 

@@ -19,7 +19,7 @@ from raysvc.actors.server.entry_stream import EntryStream, streams_of
 from raysvc.actors.server.spec import TRAIN, Lease, Part, Role
 from raysvc.client.arguments import integer, optional_integer
 from raysvc.client.data_state import frontier_of, state_of
-from raysvc.client.steps import RankMicro, RankStep, micros_of
+from raysvc.client.steps import MicroBatch, RankStep, micros_of
 from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
@@ -141,13 +141,13 @@ class Loader:
         return self.dp_size
 
     def __repr__(self) -> str:
-        return f"loader of rank {self.rank} of {self.dp_size}, at step {self.frontier} of {self.schedule.num_steps}"
+        return f"loader of rank {self.rank} of {self.dp_size}, at step {self.next_step} of {self.schedule.num_steps}"
 
     def __len__(self) -> int:
         """Steps that are left."""
-        return self.schedule.num_steps - self.frontier
+        return self.schedule.num_steps - self.next_step
 
-    def __iter__(self) -> Iterator[RankMicro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self.micro_batches()
 
     @property
@@ -156,7 +156,7 @@ class Loader:
         return self._stream.schedule
 
     @property
-    def frontier(self) -> int:
+    def next_step(self) -> int:
         """The next step to train; all before it are committed."""
         return self._frontier
 
@@ -186,7 +186,7 @@ class Loader:
         self._iteration += 1
         return self._iterate(self._iteration, self.schedule.num_steps if known is None else known)
 
-    def micro_batches(self, device: str = "cpu", *, stop: int | None = None) -> Iterator[RankMicro]:
+    def micro_batches(self, device: str = "cpu", *, stop: int | None = None) -> Iterator[MicroBatch]:
         """This rank's micro-batches from the frontier on; commit a step after the one that `ends_step`."""
         return micros_of(self.steps(stop=stop), device)
 

@@ -22,7 +22,7 @@ with raysvc.load(sys.argv[1]) as loader:
     for micro in loader:
         if micro.ends_step:
             loader.commit(micro.step)
-assert loader.frontier == loader.schedule.num_steps > 1
+assert loader.next_step == loader.schedule.num_steps > 1
 assert not [name for name in sys.modules if name.split(".")[0] == "ray"]
 """
 
@@ -169,7 +169,7 @@ def test_an_eval_has_every_row_once_and_moves_no_training_step(
         one for step in loader.eval("held").steps() for shard in step.shards for one in shard.row_ids.tolist()
     ]
     assert len({one for one in rows if one >= 0}) == 10
-    assert loader.frontier == 0
+    assert loader.next_step == 0
     with pytest.raises(ServerError, match="it has: held"):
         loader.eval("other")
 

@@ -32,7 +32,7 @@ from raysvc.collate.row_values import RowValues, in_order
 from raysvc.errors import ConfigError, RaysvcError
 
 if TYPE_CHECKING:
-    from raysvc.client.batch_client import Mini
+    from raysvc.client.batch_client import MiniBatch
 
 __all__ = ["Pending", "RunningStep", "WorkerDispatch", "WorkerGroup"]
 T = TypeVar("T")
@@ -97,14 +97,14 @@ class WorkerDispatch:
 
         return self._pending([name], wait)
 
-    def forward_async(self, name: str, data: Mini) -> Pending[RowValues]:
+    def forward_async(self, name: str, data: MiniBatch) -> Pending[RowValues]:
         """Outputs of a mini-batch's rows (`logprobs`, `entropy`, `values`), in the order of `data.info.row_ids`."""
         return self._row_values(name, "forward", data)
 
     def forward_backward_async(
         self,
         name: str,
-        data: Mini,
+        data: MiniBatch,
         loss: Loss | None = None,
         loss_weight: float = 1.0,
         columns: RowValues | None = None,
@@ -125,7 +125,7 @@ class WorkerDispatch:
         """Clip, step; `grad_norm`, `lr`, `optimizer_step`."""
         return self._metrics(name, "optim_step")
 
-    def evaluate_async(self, name: str, data: Mini) -> Pending[RowValues]:
+    def evaluate_async(self, name: str, data: MiniBatch) -> Pending[RowValues]:
         """Starts an evaluation. For each row it gives `nll` in nats, `targets`, and `bytes` where the workers know
         the tokens' bytes.
 
@@ -194,7 +194,9 @@ class WorkerDispatch:
             remove_placement_group(self._reserved)
             self._reserved = None
 
-    def _stage(self, name: str, data: Mini, columns: RowValues | None, loss_weight: float) -> tuple[int, int]:
+    def _stage(
+        self, name: str, data: MiniBatch, columns: RowValues | None, loss_weight: float
+    ) -> tuple[int, int]:
         """Hand the group its shards: those of the role of its name, or the mini-batch's own."""
         group, shards = self.groups[name], data.by_role.get(name, data.shards)
         if len(shards) != group.mesh.dp:
@@ -226,7 +228,7 @@ class WorkerDispatch:
         ]
         return after, [ref for refs in came for ref in refs]
 
-    def _row_values(self, name: str, call: str, data: Mini) -> Pending[RowValues]:
+    def _row_values(self, name: str, call: str, data: MiniBatch) -> Pending[RowValues]:
         group, key = self.groups[name], self._stage(name, data, None, 1.0)
         refs = self._call(name, call, key)
 

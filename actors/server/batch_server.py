@@ -266,7 +266,7 @@ class BatchServer:
         if self._claim is not None and self.spec.rollouts is None and not self._leases.lives():
             self._claim.renew()
 
-    def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
+    def outline(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
         """Row ids, lengths and counts of a step, from the plan alone; never waits.
 
         Raises:

@@ -362,7 +362,7 @@ class MiniOutline:
 
 @dataclass(frozen=True, eq=False)
 class StepOutline:
-    """A step as `peek` shows it: index, epoch, and one outline per mini-batch."""
+    """A step as `outline` shows it: index, epoch, and one outline per mini-batch."""
 
     index: int
     epoch: int

@@ -34,7 +34,7 @@ class Learner:
         self.name, self.client, self.sampled = o["run"], raysvc.attach(o["run"], takeover=True), []
 
     def batches(self) -> Iterator[list[int]]:
-        self.version = self.client.frontier
+        self.version = self.client.next_step
         self.client.set_weight_version(self.version)
         for number in range(GENERATORS):
             threading.Thread(target=self.produce, args=(f"producer-{number}",), daemon=True).start()

@@ -35,7 +35,7 @@ from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit, LookAhead
 from raysvc.client.meter import DeliveredStep
 from raysvc.client.steps import ClientStats as ClientStats
-from raysvc.client.steps import Mini as Mini
+from raysvc.client.steps import MiniBatch as MiniBatch
 from raysvc.client.steps import Step as Step
 from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
 from raysvc.feedback.driver_feedback import Numbers
@@ -60,7 +60,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
     Args:
         server: Ray handle.
         lease: of this client.
-        roles: role -> its ranks and columns; the first one's shards are `Mini.shards`.
+        roles: role -> its ranks and columns; the first one's shards are `MiniBatch.shards`.
         limit: of the look-ahead.
     """
 
@@ -196,7 +196,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """
         self._refuse_unless_rollouts("set_weight_version")
         told = integer("set_weight_version(version)", version, 0)
-        self._connection.after_commits("set_weight_version", told, self.frontier)
+        self._connection.after_commits("set_weight_version", told, self.next_step)
 
     def publish(self, version: int, state_dict: Mapping[str, Any], *, folder: str | None = None) -> None:
         """Give weights to the producers (`Rollouts.weights`), and say that they train from now on, as `set_weight_version` does.
@@ -224,10 +224,10 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         blob = blob_of(mapping("publish(state_dict)", state_dict))
         if folder is None:
             ref = ray.put(np.frombuffer(blob, np.uint8))
-            self._connection.after_commits("publish", told, ref, uuid.uuid4().hex, self.frontier)
+            self._connection.after_commits("publish", told, ref, uuid.uuid4().hex, self.next_step)
             return
         root, name = write_blob(folder, self._run_name, told, blob)
-        in_use = self._connection.after_commits("publish", told, root, name, self.frontier)
+        in_use = self._connection.after_commits("publish", told, root, name, self.next_step)
         if in_use is not None:
             remove_older(root, self._run_name, in_use)
 
@@ -275,11 +275,11 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
         return _Fetch(index, info, step)
 
-    def _mini(self, shards: list[Any]) -> Mini:
+    def _mini(self, shards: list[Any]) -> MiniBatch:
         by_role: dict[str, tuple[Any, ...]] = {}
         for name, role in self.roles.items():
             by_role[name], shards = tuple(shards[: role.dp_size]), shards[role.dp_size :]
-        return Mini(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
+        return MiniBatch(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
 
     def _arrive(self, fetch: _Fetch) -> Step:
         info: StepInfo = self._connection.get(fetch.info)
@@ -287,7 +287,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
         self._connection.note_order(info)
         minis = tuple(
-            Mini(mini.shards, made, mini.by_role, rows)
+            MiniBatch(mini.shards, made, mini.by_role, rows)
             for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)
         )
         times = (info.read_s, info.collate_s, info.groups_s, info.build_s)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from raysvc.actors.server.spec import Role
 from raysvc.client.look_ahead import F, Limit, LookAhead, PlannedSizes
 from raysvc.client.rank_reader import RankReader, ReadAhead, StepFetch
-from raysvc.client.steps import Mini, RankMicro, RankStep, Step, micros_of
+from raysvc.client.steps import MicroBatch, MiniBatch, RankStep, Step, micros_of
 from raysvc.plan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class EvalStream(_Eval):
             for fetch in fetches:
                 made, *shards = fetch.refs
                 info: StepInfo = self._connection.get(made)
-                mini = Mini(tuple(shards), info.mini_batches[0], {}, info.rows[0])
+                mini = MiniBatch(tuple(shards), info.mini_batches[0], {}, info.rows[0])
                 yield Step(fetch.index, 0, (mini,))
 
     def _fetch(self, index: int) -> StepFetch:
@@ -70,10 +70,10 @@ class RankEval(_Eval):
         super().__init__(connection, name, role.dp_size, limit)
         self._role = role
 
-    def __iter__(self) -> Iterator[RankMicro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self.micro_batches()
 
-    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+    def micro_batches(self, device: str = "cpu") -> Iterator[MicroBatch]:
         """This rank's micro-batches, as tensors."""
         return micros_of(self.steps(), device)
 

@@ -85,7 +85,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def __len__(self) -> int:
         """Steps that are left."""
-        return self.schedule.num_steps - self.frontier
+        return self.schedule.num_steps - self.next_step
 
     @property
     def dp_size(self) -> int:
@@ -93,7 +93,7 @@ class LeaseClient(ABC, Generic[F, S]):
         return self._roles[0].dp_size
 
     @property
-    def frontier(self) -> int:
+    def next_step(self) -> int:
         """The next step to train; all before it are committed."""
         self._settle()
         return self._frontier
@@ -133,7 +133,7 @@ class LeaseClient(ABC, Generic[F, S]):
         """
         self._feedback.flush()
         self._connection.confirm()
-        state = state_of(self.lease, self.schedule, self.frontier, self.orders, self._decided)
+        state = state_of(self.lease, self.schedule, self.next_step, self.orders, self._decided)
         return {**state, "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,14 +168,14 @@ class LeaseClient(ABC, Generic[F, S]):
         """Make `step` the next one to train, earlier or later than the frontier; every rank has to call it."""
         self._move(integer("rewind(step)", step, 0), None)
 
-    def peek(self, step: int) -> StepOutline:
+    def outline(self, step: int) -> StepOutline:
         """Row ids, lengths and counts of any step, from the plan alone; no row is read.
 
         Raises:
             StepOutOfOrder: there is no such step.
         """
         self._in_range(step)
-        outline: StepOutline = self._connection.get(self._connection.control("peek", step, self.dp_size))
+        outline: StepOutline = self._connection.get(self._connection.control("outline", step, self.dp_size))
         return outline
 
     def report_to(
@@ -214,7 +214,7 @@ class LeaseClient(ABC, Generic[F, S]):
         if self._connection.rank:
             return NO_TRACKERS
         check_installed([each for each in trackers if isinstance(each, str)], "report_to")
-        run = tracked_run(Path(where), name, config, self.frontier)
+        run = tracked_run(Path(where), name, config, self.next_step)
         reporter = open_reporter(trackers, run, "report_to")
         self._report_of_steps = StepReport(reporter, self.schedule.steps_per_epoch)
         return reporter
@@ -240,7 +240,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self.meter.metrics.write()
         self._connection.close()
         if self._report_of_steps is not None:
-            finished = self.frontier == self.schedule.num_steps
+            finished = self.next_step == self.schedule.num_steps
             self._report_of_steps.reporter.on_end({}, finished)
 
     def __enter__(self) -> Self:
@@ -275,7 +275,7 @@ class LeaseClient(ABC, Generic[F, S]):
         end = min(stop, self.schedule.num_steps)
         self._begin_iteration()
         window = self._window = LookAhead(ask, self._sizes(end), self._limit)
-        with closing(window.run(self.frontier, end)) as fetches:
+        with closing(window.run(self.next_step, end)) as fetches:
             while True:
                 self._refuse_older(window)
                 fetch = next(fetches, None)
@@ -295,8 +295,8 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _refuse_older(self, window: LookAhead[F] | ReadAhead[Any]) -> None:
         if self._window is not window:
-            expected = f"a new iteration from step {self.frontier}, after the rewind"
-            raise StepOutOfOrder(self.lease.name, self.frontier, expected)
+            expected = f"a new iteration from step {self.next_step}, after the rewind"
+            raise StepOutOfOrder(self.lease.name, self.next_step, expected)
 
     def _begin_iteration(self) -> None:
         if self._goes_on:

@@ -25,7 +25,7 @@ from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.meter import DeliveredStep
 from raysvc.client.rank_reader import RankReader, ReadAhead, StepFetch
-from raysvc.client.steps import RankMicro as RankMicro
+from raysvc.client.steps import MicroBatch as MicroBatch
 from raysvc.client.steps import RankStep as RankStep
 from raysvc.client.steps import micros_of
 from raysvc.errors import PromptsEnded
@@ -61,7 +61,7 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
         """The ranks over which gradients are averaged: those of data parallelism, and of context parallelism where lines are cut."""
         return self._roles[0].num_shards
 
-    def __iter__(self) -> Iterator[RankMicro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self.micro_batches()
 
     def steps(self, *, stop: int | None = None) -> Iterator[RankStep]:
@@ -73,7 +73,7 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
         """
         return self._run(lambda index: self._reader.ask(index, self.schedule.mini_batches_at(index)), stop)
 
-    def micro_batches(self, device: str = "cpu", *, stop: int | None = None) -> Iterator[RankMicro]:
+    def micro_batches(self, device: str = "cpu", *, stop: int | None = None) -> Iterator[MicroBatch]:
         """This rank's micro-batches from its frontier on; commit a step after the one that `ends_step`."""
         return micros_of(self.steps(stop=stop), device)
 
@@ -108,7 +108,7 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
         return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)
 
     def _read_ahead(self, ask: Callable[[int], StepFetch], stop: int) -> Iterator[RankStep]:
-        steps = range(self.frontier, min(stop, self.schedule.num_steps))
+        steps = range(self.next_step, min(stop, self.schedule.num_steps))
         sizes = self._sizes(steps.stop)
         self._begin_iteration()
         ahead = ReadAhead(self._connection, ask, self._brought, sizes, self._limit, steps, self._look_beside)

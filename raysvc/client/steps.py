@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Mini:
+class MiniBatch:
     """One optimizer step's worth of a step.
 
     Attributes:
@@ -80,7 +80,7 @@ class Step:
 
     index: int
     epoch: int
-    mini_batches: tuple[Mini, ...]
+    mini_batches: tuple[MiniBatch, ...]
     update_epochs: int = 1
     weight_versions: tuple[int, int] | None = None
     read_s: float = 0.0
@@ -107,7 +107,7 @@ class Step:
             facts["bytes"] = sum(info.nbytes for info in infos)
         return facts
 
-    def optimizer_steps(self) -> Iterator[Mini]:
+    def optimizer_steps(self) -> Iterator[MiniBatch]:
         """The mini-batches as often as they are trained: all of them, `update_epochs` times."""
         for _ in range(self.update_epochs):
             yield from self.mini_batches
@@ -155,7 +155,7 @@ class RankStep:
 
 
 @dataclass(frozen=True, eq=False)
-class RankMicro:
+class MicroBatch:
     """One forward and backward of a rank.
 
     Attributes:
@@ -179,14 +179,14 @@ class RankMicro:
     ends_step: bool
 
 
-def micros_of(steps: Iterable[RankStep], device: str) -> Iterator[RankMicro]:
+def micros_of(steps: Iterable[RankStep], device: str) -> Iterator[MicroBatch]:
     """The micro-batches of steps, in order, as tensors on a device."""
     for step in steps:
         for number, shard in enumerate(step.shards):
             with_ids = replace(shard, arrays={**shard.arrays, "row_ids": shard.row_ids})
             for index in range(len(shard.micro_batches)):
                 ends_mini = index + 1 == len(shard.micro_batches)
-                yield RankMicro(
+                yield MicroBatch(
                     step=step.index,
                     epoch=step.epoch,
                     mini=number,

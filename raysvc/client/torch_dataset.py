@@ -22,7 +22,7 @@ from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease
-    from raysvc.client.steps import RankMicro
+    from raysvc.client.steps import MicroBatch
     from raysvc.plan.schedule import Schedule
 
 
@@ -38,7 +38,7 @@ class RankSteps(Protocol):
         """Steps of the run."""
 
     @property
-    def frontier(self) -> int:
+    def next_step(self) -> int:
         """The next step to train."""
 
     @property
@@ -53,7 +53,7 @@ class RankSteps(Protocol):
     def orders(self) -> Mapping[int, str]:
         """`Connection.orders`."""
 
-    def micro_batches(self, device: str) -> Iterator[RankMicro]:
+    def micro_batches(self, device: str) -> Iterator[MicroBatch]:
         """Yields micro-batches from the frontier on."""
 
     def num_micro_batches(self) -> int:
@@ -95,7 +95,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         micros = self._client.micro_batches(self._device)
         self._pass(micros)
         for micro in micros:
-            if micro.step > self._client.frontier:
+            if micro.step > self._client.next_step:
                 self._commit(micro.step - 1)
             self._given.append(micro.tensors["row_ids"].tolist())
             self._ends_step = micro.ends_step
@@ -108,7 +108,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
                 "ends_mini": torch.tensor(micro.ends_mini),
             }
         if self._given:
-            self._commit(self._client.frontier)
+            self._commit(self._client.next_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was given out: the client's state, and the rows of each item given of the step at its frontier.
@@ -118,7 +118,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         client = self._client
         if not self._ends_step:
             return {"client": client.state_dict(), "given": list(self._given)}
-        next_step = state_of(client.lease, client.schedule, client.frontier + 1, client.orders)
+        next_step = state_of(client.lease, client.schedule, client.next_step + 1, client.orders)
         return {"client": {**next_step, "dp_size": client.dp_size}, "given": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,12 +131,12 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         self._client.load_state_dict(state["client"])
         self._given, self._ends_step = list(state["given"]), False
 
-    def _pass(self, micros: Iterator[RankMicro]) -> None:
+    def _pass(self, micros: Iterator[MicroBatch]) -> None:
         """Take what was given out already."""
         for rows in self._given:
             micro = next(micros, None)
             if micro is None or micro.tensors["row_ids"].tolist() != rows:
-                what = f"was taken in the middle of step {self._client.frontier}, whose items have other rows now"
+                what = f"was taken in the middle of step {self._client.next_step}, whose items have other rows now"
                 remedy = "go on with the ranks and micro-batches it was taken with, or from the end of a step"
                 raise StateMismatch("state", what, remedy)
             self._ends_step = micro.ends_step

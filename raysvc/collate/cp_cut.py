@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
-from raysvc.collate.shard import Array, MicroBatch, Shard
+from raysvc.collate.shard import Array, MicroBatchInfo, Shard
 from raysvc.errors import ConfigError
 from raysvc.job.plan_config import CpSplit
 from raysvc.ragged import Int64s, offsets_of
@@ -77,7 +77,7 @@ def _part(
         arrays["cu_seqlens_local"] = shard.arrays["cu_seqlens"] // np.int32(cp_size)
     tokens = used.reshape(-1)[index].reshape(lines, -1).sum(axis=1)
     micros = tuple(
-        MicroBatch(
+        MicroBatchInfo(
             micro.start, micro.stop, micro.width // cp_size, int(tokens[micro.start : micro.stop].sum())
         )
         for micro in shard.micro_batches

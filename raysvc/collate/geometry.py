@@ -24,7 +24,7 @@ from itertools import chain, pairwise, repeat
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.collate.shard import Array, MicroBatch
+from raysvc.collate.shard import Array, MicroBatchInfo
 from raysvc.job.config import Layout
 from raysvc.plan.rank_plan import DUMMY, DUMMY_LENGTH, RankPlan
 from raysvc.ragged import Int64s, offsets_of
@@ -60,7 +60,7 @@ class Geometry:
     line_bounds: Int64s
     cell_bounds: Int64s
     line_starts: Int64s
-    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    micro_batches: tuple[tuple[MicroBatchInfo, ...], ...]
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -149,12 +149,12 @@ def geometry_of(
 
 def _micro_batches(
     ranks: Sequence[RankPlan], bounds: Int64s, widths: Int64s, tokens: Int64s
-) -> tuple[tuple[MicroBatch, ...], ...]:
+) -> tuple[tuple[MicroBatchInfo, ...], ...]:
     starts, stops = zip(*chain.from_iterable(plan.micro_batches for plan in ranks), strict=True)
     of_lines = zip(starts, stops, widths.tolist(), tokens.tolist(), strict=True)
     every = tuple(
-        map(tuple.__new__, repeat(MicroBatch), of_lines)
-    )  # a third of the time of calling MicroBatch
+        map(tuple.__new__, repeat(MicroBatchInfo), of_lines)
+    )  # a third of the time of calling MicroBatchInfo
     return tuple(every[start:stop] for start, stop in pairwise(bounds.tolist()))
 
 

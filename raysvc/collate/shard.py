@@ -60,7 +60,7 @@ WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old r
 BOUNDS = "_bounds"  # ends the name of an array that says where rows begin in another one
 
 
-class MicroBatch(NamedTuple):
+class MicroBatchInfo(NamedTuple):
     """Lines [start, stop) of a shard, their first `width` columns (`padded_left`: the last ones).
 
     Attributes:
@@ -114,7 +114,7 @@ class Shard:
     arrays: dict[str, Array]
     row_ids: npt.NDArray[np.int64]
     denominators: Denominators
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[MicroBatchInfo, ...]
     row_vectors: tuple[str, ...] = ()
     pad_token_id: int = 0
 
@@ -205,7 +205,7 @@ class Shard:
 
 
 def read_shard(value: Wire | Shard) -> Shard:
-    """The shard of what a ref of `Mini.shards` holds; nothing is copied.
+    """The shard of what a ref of `MiniBatch.shards` holds; nothing is copied.
 
     Raises:
         ConfigError: it is no shard, or one of a later wire version.
@@ -217,7 +217,7 @@ def read_shard(value: Wire | Shard) -> Shard:
         header["step"], header["mini"], header["rank"], header["layout"],
         {name: array for name, array in arrays.items() if name != "row_ids"},
         arrays["row_ids"], Denominators(**{f.name: header["denominators"].get(f.name, 0) for f in fields(Denominators)}),
-        tuple(MicroBatch(*micro) for micro in header["micro_batches"]), tuple(header["row_vectors"]), header["pad_token_id"],
+        tuple(MicroBatchInfo(*micro) for micro in header["micro_batches"]), tuple(header["row_vectors"]), header["pad_token_id"],
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.columns import column_names
 from raysvc.collate.flat_rows import FlatRows, has_turns
 from raysvc.collate.loss_weights import row_weights
-from raysvc.collate.shard import Array, MicroBatch, Shard
+from raysvc.collate.shard import Array, MicroBatchInfo, Shard
 from raysvc.errors import ConfigError
 from raysvc.integrations.skyrl_rules import (
     ONE_FACTOR,
@@ -147,7 +147,7 @@ def padded_shards(
     return tuple(
         BatchShard(
             spec.step, spec.mini_index, rank, "padded_left", {name: values[rank] for name, values in arrays.items()}, row_ids[rank],
-            source.denominators, (MicroBatch(0, len(ours), width, int(ours.sum())),), (), spec.pad_token_id, common=common, rules=rules,
+            source.denominators, (MicroBatchInfo(0, len(ours), width, int(ours.sum())),), (), spec.pad_token_id, common=common, rules=rules,
         )
         for rank, ours in enumerate(lengths)
     )  # fmt: skip

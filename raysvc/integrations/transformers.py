@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer as _Host
 
-    from raysvc.client.rank_client import RankClient, RankMicro
+    from raysvc.client.rank_client import MicroBatch, RankClient
     from raysvc.loader import Loader
 else:
     _Host = object
@@ -69,7 +69,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
     Attributes:
         client: of this rank.
         columns: what `compute_loss` gets beside the model's own inputs: columns of the shards, in the type and shape of
-            `RankMicro.tensors`. Take them out of `inputs` there before the model is called.
+            `MicroBatch.tensors`. Take them out of `inputs` there before the model is called.
         row_losses: report the loss of each row with its step, for `raysvc why`; the model has to return logits.
     """
 
@@ -100,7 +100,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         ranks = 1 if self.args.average_tokens_across_devices else self.args.world_size
         return [mini], mini["num_tokens"] / ranks
 
-    def batch_of(self, micro: RankMicro) -> Inputs:
+    def batch_of(self, micro: MicroBatch) -> Inputs:
         """Returns what `compute_loss` gets of a micro-batch: what keeps its rows apart in the model, labels, and `columns`.
 
         Raises:
@@ -185,7 +185,7 @@ class MiniBatches:
     def __init__(
         self,
         client: RankClient | Loader,
-        batch_of: Callable[[RankMicro], Inputs],
+        batch_of: Callable[[MicroBatch], Inputs],
         before_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.client, self._batch_of, self._before_commit = client, batch_of, before_commit
@@ -202,7 +202,7 @@ class MiniBatches:
         return len(self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        begin, passed = (self.client.frontier, self._trained), []
+        begin, passed = (self.client.next_step, self._trained), []
         for micro in self.client.micro_batches():
             if (micro.step, micro.mini) < begin:
                 continue
@@ -216,8 +216,8 @@ class MiniBatches:
         """The mini-batch that was given last is in the weights."""
         self._trained += 1
         if self._ends_step:
-            self._before_commit(self.client.frontier)
-            self.client.commit(self.client.frontier)
+            self._before_commit(self.client.next_step)
+            self.client.commit(self.client.next_step)
             self._trained = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def refuse_decided(args: Any, options: Mapping[str, tuple[Any, str, str]]) -> No
             raise ConfigError(name, f"is {value!r}, and {why}", remedy)
 
 
-def declared(micro: RankMicro, columns: Sequence[str]) -> Inputs:
+def declared(micro: MicroBatch, columns: Sequence[str]) -> Inputs:
     """Columns of a micro-batch, by name.
 
     Raises:

@@ -241,9 +241,9 @@ class GenerationBatches:
 
     def trained(self) -> None:
         """The forwards of an optimizer step are in the weights; the run's last step may have fewer."""
-        before = self.client.frontier * self._forwards + self._trained
+        before = self.client.next_step * self._forwards + self._trained
         done, self._trained = divmod(min(before + self._accumulated, len(self)), self._forwards)
-        if done > self.client.frontier:
+        if done > self.client.next_step:
             self.client.commit(done - 1)  # 3
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from raysvc.integrations.transformers import FromServer, Inputs, declared, refus
 if TYPE_CHECKING:
     import torch
 
-    from raysvc.client.rank_client import RankMicro
+    from raysvc.client.rank_client import MicroBatch
 
 SHARE = "pair_share"
 _ROWS = "rows are laid out by the plan"
@@ -60,7 +60,7 @@ class PairsFromServer(TrlFromServer):
     log-probabilities, or with `precompute_ref_log_probs=True` takes those of the column `ref_logprobs`.
     """
 
-    def batch_of(self, micro: RankMicro) -> Inputs:
+    def batch_of(self, micro: MicroBatch) -> Inputs:
         """A micro-batch as the trainer's own collator would lay it.
 
         Raises:

@@ -80,7 +80,7 @@ class LoopCheckpoint:
         self._client.load_state_dict(saved[DATA])
         for name, part in self._parts.items():
             part.load_state_dict(saved[name])
-        return self._client.frontier
+        return self._client.next_step
 
 
 class _Hashed:

@@ -154,7 +154,7 @@ def _workers(
 
 def _ring_bytes(client: BatchClient, first: int, stop: int) -> int:
     """Room on a worker for all shards of the steps: twice, since weights of the loss come to them, and one more."""
-    minis = [mini for step in range(first, stop) for mini in client.peek(step).mini_batches]
+    minis = [mini for step in range(first, stop) for mini in client.outline(step).mini_batches]
     largest = max(max(mini.rank_bytes) for mini in minis) + 4096
     return 2 * sum(max(mini.rank_bytes) + 4096 for mini in minis) + 2 * largest
 

@@ -241,7 +241,7 @@ class _Run:
                 kept = "steps: no checkpoint was made, so what was trained before is trained again"
                 self.progress(Tick("resume", 0, None, kept, final=True))
             self.decisions = EvalDecisions.of(self.job.trainer, {}, keys_of_evals(self.job))
-        start = client.frontier
+        start = client.next_step
         stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)
         group.gather(
             "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
@@ -269,13 +269,13 @@ class _Run:
             books.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
-        finished = client.frontier == stop or self.decisions.stops
-        if self.build is not None and client.frontier >= per_epoch:
+        finished = client.next_step == stop or self.decisions.stops
+        if self.build is not None and client.next_step >= per_epoch:
             self.build.wait()  # all slices are there; what is left is the manifest
         return write_summary(
             self.folder,
             self.entry,
-            client.frontier,
+            client.next_step,
             resumed,
             loop_s,
             self.stalls,
@@ -310,7 +310,7 @@ class _Run:
         from raysvc.actors.dispatch.dispatch import WorkerDispatch
 
         every, evals = self.job.trainer.checkpoint_every_steps, self._evals(group, stop)
-        stage = HeldBack(group.stage, evals.next_after(client.frontier))
+        stage = HeldBack(group.stage, evals.next_after(client.next_step))
         before: _Started | None = None
         client.meter.told_by_workers = True
         for step in client.steps(on_fetch=stage, stop=stop):

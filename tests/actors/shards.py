@@ -9,7 +9,7 @@ import numpy as np
 
 from raysvc.collate.collate import CollateSpec, collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
-from raysvc.collate.shard import Denominators, MicroBatch, Shard
+from raysvc.collate.shard import Denominators, MicroBatchInfo, Shard
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.row_batch import RowBatch
@@ -27,7 +27,7 @@ def bytes_shard(number: int, nbytes: int = 640) -> Shard:
     }
     for array in arrays.values():
         array.flags.writeable = False
-    micro = (MicroBatch(0, 2, nbytes // 16, 2),)
+    micro = (MicroBatchInfo(0, 2, nbytes // 16, 2),)
     rows = np.arange(2, dtype=np.int64)
     return Shard(number, 0, 0, "padded_right", arrays, rows, Denominators(1, 2, 2), micro)
 

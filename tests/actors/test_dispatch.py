@@ -15,7 +15,7 @@ from raysvc.actors.dispatch.dispatch import Pending, WorkerDispatch, WorkerGroup
 from raysvc.actors.mesh import Mesh
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.actors.worker.results import reduce_metrics
-from raysvc.client.batch_client import Mini, Step
+from raysvc.client.batch_client import MiniBatch, Step
 from raysvc.collate.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
 from raysvc.errors import ConfigError, WorkerFailed
 
@@ -36,7 +36,7 @@ def logs_of(group: WorkerGroup) -> list[list[tuple[str, Any, float]]]:
     return group.gather("read", group.call("read"))
 
 
-def data_of(dp_size: int, layout: str = "padded_left") -> tuple[Mini, RowValues]:
+def data_of(dp_size: int, layout: str = "padded_left") -> tuple[MiniBatch, RowValues]:
     """A mini-batch as refs, and its ids as row values."""
     import ray
 
@@ -45,7 +45,7 @@ def data_of(dp_size: int, layout: str = "padded_left") -> tuple[Mini, RowValues]
         rows, {"batch_size": 7, "layout": layout, "micro_batch_tokens": 30, "oversize": "alone"}, dp_size
     )
     ids = RowValues(rows.row_ids, rows.lengths.astype(np.int64), {"ids": rows.tokens["input_ids"]})
-    return Mini(tuple(ray.put(shard) for shard in shards), info), ids
+    return MiniBatch(tuple(ray.put(shard) for shard in shards), info), ids
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_group_takes_the_shards_of_its_role_and_refuses_any_other_number_of_th
 ) -> None:
     (for_policy, _), (for_critic, _) = data_of(2), data_of(3)
     assert for_policy.info is not None
-    both = Mini(
+    both = MiniBatch(
         for_policy.shards, for_policy.info, {"policy": for_policy.shards, "critic": for_critic.shards}
     )
     for name in ("policy", "critic"):
@@ -173,7 +173,7 @@ def test_a_colocated_pair_moves_only_when_it_must_and_never_overlaps(three: Work
     assert there[-1][2] < back
 
 
-def behind(gate: Path, data: Mini) -> Mini:
+def behind(gate: Path, data: MiniBatch) -> MiniBatch:
     """The mini-batch, its shards not there before `gate` is."""
     import ray
 
@@ -183,10 +183,10 @@ def behind(gate: Path, data: Mini) -> Mini:
             time.sleep(0.005)
         return shards
 
-    return Mini(tuple(when_open.remote(*data.shards)), data.info)
+    return MiniBatch(tuple(when_open.remote(*data.shards)), data.info)
 
 
-def ask_everything(dispatch: WorkerDispatch, name: str, data: Mini) -> dict[str, Pending[Any]]:
+def ask_everything(dispatch: WorkerDispatch, name: str, data: MiniBatch) -> dict[str, Pending[Any]]:
     """Every call of a group that waits for workers, in this order; none is waited for."""
     return {
         "forward": dispatch.forward_async(name, data),

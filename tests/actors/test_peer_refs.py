@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from raysvc.actors.server.step_cache import PeerRefs
-from raysvc.collate.shard import Denominators, MicroBatch, Shard
+from raysvc.collate.shard import Denominators, MicroBatchInfo, Shard
 
 pytestmark = pytest.mark.ray
 
 
 def shard() -> Shard:
     arrays = {"input_ids": np.zeros((1, 2), np.int32)}
-    micros = (MicroBatch(0, 1, 2, 2),)
+    micros = (MicroBatchInfo(0, 1, 2, 2),)
     return Shard(0, 0, 0, "padded", arrays, np.zeros(1, np.int64), Denominators(1, 1, 1), micros)
 
 

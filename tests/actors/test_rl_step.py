@@ -11,7 +11,7 @@ import pytest
 
 from raysvc.actors.dispatch.dispatch import WorkerDispatch, WorkerGroup
 from raysvc.actors.worker.losses import PolicyLoss, ValueLoss
-from raysvc.client.batch_client import Mini
+from raysvc.client.batch_client import MiniBatch
 from raysvc.collate.row_values import RowValues
 
 from .ranks import tiny_spec
@@ -37,7 +37,7 @@ def dispatch(ray_session: None) -> Iterator[WorkerDispatch]:
     made.shutdown()
 
 
-def mini_batches() -> list[Mini]:
+def mini_batches() -> list[MiniBatch]:
     """Two mini-batches as a client with roles gives them: rows of three groups, packed."""
     import ray
 
@@ -47,7 +47,7 @@ def mini_batches() -> list[Mini]:
     for index, (_, shards, info) in enumerate(made["policy"]):
         by_role = {name: tuple(ray.put(shard) for shard in minis[index][1]) for name, minis in made.items()}
         assert len(shards) == SIZES["policy"]
-        minis.append(Mini(by_role["policy"], info, by_role))
+        minis.append(MiniBatch(by_role["policy"], info, by_role))
     return minis
 
 
@@ -64,7 +64,7 @@ def columns_of(old: RowValues, ref: RowValues, values: RowValues) -> RowValues:
     return replace(old, tokens=tokens, rows={})
 
 
-def logprobs(dispatch: WorkerDispatch, name: str, minis: list[Mini]) -> Any:
+def logprobs(dispatch: WorkerDispatch, name: str, minis: list[MiniBatch]) -> Any:
     """Of all mini-batches; each is asked for before any is waited for."""
     pending = [dispatch.forward_async(name, mini) for mini in minis]
     return np.concatenate([one.result().tokens["logprobs"] for one in pending])

@@ -360,7 +360,7 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
 
     from raysvc.actors.server.make_step import Recipe, make_step
     from raysvc.builds.cache_entry import CacheEntry
-    from raysvc.client.steps import Mini, Step
+    from raysvc.client.steps import MiniBatch, Step
     from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
     from raysvc.row_batch import RowBatch
@@ -377,7 +377,7 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
         return RowBatch(mini.row_ids, np.arange(0, 21, 5), tokens, {})
 
     info, shards = make_step([plan.step(1, 2)], read, [Recipe(plan.config, 0)])
-    step = Step(1, 0, (Mini(shards, info.mini_batches[0]),))
+    step = Step(1, 0, (MiniBatch(shards, info.mini_batches[0]),))
     shown = {
         CacheEntry((Hostile(),)): ("4,000", "123,456"),  # type: ignore[arg-type]
         plan: ("12", "full, seed 0"),
@@ -393,5 +393,5 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
         assert len(html) < 2500
         assert len(repr(thing)) < 500
         assert "<details" not in html
-    fetched_ahead = Step(1, 0, (Mini(shards, None),))
+    fetched_ahead = Step(1, 0, (MiniBatch(shards, None),))
     assert "trained tokens" not in repr(fetched_ahead)

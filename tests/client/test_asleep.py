@@ -240,7 +240,7 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
 
         def ask_until_it_is_told() -> None:
             while time.monotonic() - begin < 100:
-                first.peek(0)
+                first.outline(0)
                 time.sleep(0.05)
 
         with pytest.raises(RankLost, match="rank 1"):
@@ -251,7 +251,7 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
             raysvc.attach("ranks-asleep", dp_size=2, rank=rank, group="g2", takeover=True, look_ahead_steps=1)
             for rank in range(2)
         ]
-        start = second[0].frontier
+        start = second[0].next_step
         both = zip(*(rank.steps() for rank in second), strict=True)
         for _ in range(3):
             for rank, step in zip(second, next(both), strict=True):

@@ -65,7 +65,7 @@ def test_row_ids_lengths_and_sizes_are_known_without_reading_a_row(server: str) 
 
     with raysvc.attach(server, dp_size=2) as client:
         for index in (0, 6):
-            outline, step = client.peek(index), client.fetch(index)
+            outline, step = client.outline(index), client.fetch(index)
             for seen, mini in zip(outline.mini_batches, step.mini_batches, strict=True):
                 shards = [read_shard(value) for value in ray.get(list(mini.shards))]
                 assert seen.row_ids.tolist() == mini.info.row_ids.tolist()
@@ -106,7 +106,7 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
         caplog.clear()
         with raysvc.attach("plain", **of_rank) as client:
             begin(client)
-            for stop in (client.frontier + 1, client.frontier + 2):  # it is said once
+            for stop in (client.next_step + 1, client.next_step + 2):  # it is said once
                 for step in client.steps(stop=stop):
                     client.commit(step.index)
             state.update(client.state_dict())
@@ -129,7 +129,7 @@ def test_a_wrong_step_number_is_a_typed_error(plain: Any) -> None:
 
     with raysvc.attach("plain") as client:
         for wrong in (-1, 21, 10**9):
-            for ask in (client.fetch, client.peek):
+            for ask in (client.fetch, client.outline):
                 with pytest.raises(StepOutOfOrder, match="a step from 0 to 20"):
                     ask(wrong)
         with pytest.raises(StepOutOfOrder, match="a step from 0 to 21"):
@@ -211,7 +211,7 @@ def test_commits_are_monotone_repeatable_marked_and_survive_a_new_server(serve: 
     with raysvc.attach("commits") as client:
         for index in (0, 0, 1, 0, 2):
             client.commit(index, skipped=index == 1)
-        assert client.frontier == 3
+        assert client.next_step == 3
     stop_server("commits")
     server = serve("commits", sources=[uri])
     with raysvc.attach("commits") as client:
@@ -249,7 +249,7 @@ def test_a_state_is_the_frontier_with_fetches_in_flight_and_the_trainers_state_w
             client.load_state_dict(state)
         for name in ("batch_size was 8 and is 10", "mini_batch_size was 4 and is 5", "entry_keys was"):
             assert name in str(caught.value)
-        assert client.frontier == 0
+        assert client.next_step == 0
 
 
 def test_roles_of_different_size_get_the_same_rows_and_outputs_come_back_in_row_order(

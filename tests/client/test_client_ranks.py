@@ -146,7 +146,7 @@ def test_a_torch_dataset_knows_its_length_and_goes_on_in_the_middle_of_a_step(se
             if len(items) == stop:
                 break
         if stop is None:
-            assert clients[0].frontier == clients[0].schedule.num_steps
+            assert clients[0].next_step == clients[0].schedule.num_steps
         for client in clients:
             client.detach()
         return items, states, length
@@ -173,8 +173,8 @@ def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_en
     (alone,) = attach_ranks("resplit", 1, takeover=True)
     dataset = alone.as_torch_dataset()
     dataset.load_state_dict(states[3])  # all four of step 0
-    assert alone.frontier == 1
-    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(alone.peek(1).mini_batches[0].row_ids.tolist())
+    assert alone.next_step == 1
+    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(alone.outline(1).mini_batches[0].row_ids.tolist())
     dataset = alone.as_torch_dataset()
     dataset.load_state_dict(states[1])
     with pytest.raises(StateMismatch, match="in the middle of step 0"):
@@ -356,7 +356,7 @@ def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_s
         for step in itertools.islice(steps, 3):
             rank.commit(step.index)
         steps.close()
-        assert rank.frontier == 4
+        assert rank.next_step == 4
     assert stats(server)["frontier"] == 4, "those of an iteration that was left are sent, too"
 
 

@@ -247,7 +247,7 @@ def test_kills_under_collators_change_no_byte(
             got[step.index] = streams.opened(step)
             client.commit(step.index)
             del step
-        assert client.frontier == 12
+        assert client.next_step == 12
     assert (got, killed) == (expected, 3)
     assert ("collators=1 node=None: one had nothing to do" in caplog.text) == (who == "few")
     facts = stats(server)

@@ -61,7 +61,7 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
             del step
             if len(got) >= 8 and len(pids) == deaths:
                 break
-        assert client.frontier == len(got)
+        assert client.next_step == len(got)
     facts = stats(server)
     assert facts["pid"] not in pids
     assert len(pids) == deaths

@@ -74,9 +74,9 @@ def test_weights_hold_beyond_the_look_ahead_through_a_killed_server_and_are_repl
             if step.index == 2:
                 with pytest.raises(StepOutOfOrder, match="refused step 5: expected step 6 or a later one"):
                     client.set_mixture_weights({"a": 0, "b": 1}, from_step=5)
-                sizes = client.peek(8).nbytes
+                sizes = client.outline(8).nbytes
                 assert client.set_mixture_weights({"a": 0, "b": 1}) == 6
-                assert client.peek(8).nbytes != sizes
+                assert client.outline(8).nbytes != sizes
                 kill(server)
                 assert client.set_mixture_weights({"a": 1, "b": 0}, from_step=10) == 10
             if step.index == 8:

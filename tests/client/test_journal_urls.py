@@ -66,7 +66,7 @@ def test_commits_leases_and_fences_outlive_kills_and_servers_on_s3(
     stop_server("s3")
     serve("s3", sources=[uri], **bucket)
     with raysvc.attach("s3") as client:
-        assert (client.frontier, client.lease.fence) == (8, 2)
+        assert (client.next_step, client.lease.fence) == (8, 2)
 
 
 def test_no_acknowledged_group_and_no_membership_is_lost_on_s3(

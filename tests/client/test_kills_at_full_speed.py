@@ -96,7 +96,7 @@ def train_under_kills(
             if killer.finished.is_set():
                 break
         killer.join(200)
-        assert client.frontier == expected
+        assert client.next_step == expected
     assert killer.done == kills
     facts = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
     assert (facts["frontier"], facts["holder"], facts["fence"]) == (expected, None, 1)

@@ -103,7 +103,7 @@ def test_context_parallel_ranks_get_parts_that_make_up_the_rows_and_tensor_paral
     mesh = raysvc.Mesh(dp=dp, cp=2, tp=tp)
     server = cut_server(serve, f"cut-{collators}", collators=collators)
     with raysvc.attach(f"cut-{collators}", dp_size=dp) as client:
-        planned = [client.peek(step) for step in range(len(client))]
+        planned = [client.outline(step) for step in range(len(client))]
     spec = wait_for(server.spec_json.remote(), "spec")[0]
     clients = attach_mesh(f"cut-{collators}", mesh)
     assert {client.loss_ranks for client in clients} == {2 * dp}
@@ -143,7 +143,7 @@ def test_another_mesh_goes_on_exactly(plain: Any) -> None:
 
     with raysvc.attach("plain") as client:
         expected = [
-            sorted(row for mini in client.peek(step).mini_batches for row in mini.row_ids.tolist())
+            sorted(row for mini in client.outline(step).mini_batches for row in mini.row_ids.tolist())
             for step in range(12)
         ]
     meshes = [
@@ -221,7 +221,7 @@ def test_a_lost_peer_is_named_with_its_coordinates(serve: Any, caplog: pytest.Lo
 
     def is_refused() -> bool:
         try:
-            survivor.peek(0)
+            survivor.outline(0)
         except RankLost as error:
             return str(error).startswith("rank dp=0 tp=1 of server 'peers' (") and "takeover" not in str(
                 error

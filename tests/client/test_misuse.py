@@ -66,9 +66,9 @@ def test_calls_of_both_clients_refuse_wrong_types_and_ranges(server: Any) -> Non
             for name, call in CALLS_WITH_A_STEP.items():
                 with pytest.raises(ConfigError, match="integer"):
                     call(driver, wrong)
-                assert driver.frontier == 0, name
+                assert driver.next_step == 0, name
         for wrong in (-1, 21, 10**9):
-            for call in (driver.fetch, driver.peek):
+            for call in (driver.fetch, driver.outline):
                 with pytest.raises(StepOutOfOrder):
                     call(wrong)
         with pytest.raises(ConfigError, match=r"commit\(step\).*at least 0"):
@@ -100,7 +100,7 @@ def test_calls_of_both_clients_refuse_wrong_types_and_ranges(server: Any) -> Non
         assert not os.path.exists("never-made")
         assert next(iter(driver)).index == 0, "nothing of this broke the stream"
         driver.commit(np.int64(0))  # type: ignore[arg-type]
-        assert (driver.frontier, type(driver.frontier)) == (1, int)
+        assert (driver.next_step, type(driver.next_step)) == (1, int)
         driver.rewind(0)
     with raysvc.attach(NAME, rank=0, group="g") as rank:
         for wrong in INTEGERS:
@@ -114,7 +114,7 @@ def test_calls_of_both_clients_refuse_wrong_types_and_ranges(server: Any) -> Non
 CALLS_WITH_A_STEP: dict[str, Callable[[Any, Any], object]] = {
     "commit": lambda client, step: client.commit(step),
     "fetch": lambda client, step: client.fetch(step),
-    "peek": lambda client, step: client.peek(step),
+    "outline": lambda client, step: client.outline(step),
     "rewind": lambda client, step: client.rewind(step),
 }
 
@@ -144,7 +144,7 @@ def test_a_client_that_was_detached_says_so(server: Any) -> None:
     driver.detach()
     driver.detach()
     for call in (
-        lambda: driver.commit(0), lambda: driver.fetch(0), lambda: driver.peek(0), lambda: driver.rewind(0),
+        lambda: driver.commit(0), lambda: driver.fetch(0), lambda: driver.outline(0), lambda: driver.rewind(0),
         lambda: driver.load_state_dict(driver.state_dict()), driver.steps, lambda: driver.eval("valid"),
         lambda: driver.put_groups([]),
     ):  # fmt: skip
@@ -165,7 +165,7 @@ def test_a_child_that_was_forked_is_refused_and_takes_nothing_from_its_parent(se
         child = os.fork()
         if child == 0:
             found = []
-            for call in (lambda: client.commit(step.index), lambda: client.peek(0), client.detach):
+            for call in (lambda: client.commit(step.index), lambda: client.outline(0), client.detach):
                 try:
                     call()
                     found.append("went on")
@@ -175,7 +175,7 @@ def test_a_child_that_was_forked_is_refused_and_takes_nothing_from_its_parent(se
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(reading, 1000).decode() == ",".join(["ServerError True"] * 3)
-        assert client.frontier == 0
+        assert client.next_step == 0
         client.commit(0)
         client.rewind(0)
     assert facts(server)[0] is None
@@ -192,7 +192,7 @@ def test_commits_from_several_threads_end_at_the_newest(server: Any) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert client.frontier == 16
+        assert client.next_step == 16
         client.rewind(0)
 
 

@@ -131,7 +131,7 @@ def test_who_asks_for_the_frontier_the_counters_or_a_report_is_told_of_all_that_
     for index in range(3):
         assert next(steps).index == index
         rank.commit(index)
-        assert rank.frontier == index + 1
+        assert rank.next_step == index + 1
         assert len(rank) == 500 - index - 1
     next(steps)
     stats = rank.stats()
@@ -157,7 +157,7 @@ def test_whenever_it_is_counted_steps_tokens_and_the_frontier_are_those_that_wer
                 frontier = max(frontier, step + 1)
         report = rank._report()
     rank._end_iteration()
-    assert (rank.frontier, rank.stats().steps) == (frontier, given_steps)
+    assert (rank.next_step, rank.stats().steps) == (frontier, given_steps)
     assert (report["steps"], report["tokens"]) == (frontier, frontier * TOKENS)
     sent = rank.link.commits.take()
     assert [commit.step + 1 for commit in sent] == [frontier] * bool(frontier)
@@ -183,7 +183,7 @@ def test_the_frontier_never_goes_back_whoever_commits_and_counts(rank: Rank) -> 
     def commit(steps: range) -> None:
         for step in steps:
             rank.commit(step)
-            if rank.frontier <= step:
+            if rank.next_step <= step:
                 late.append(step)
 
     parts = (range(0, last, 2), range(1, last, 3), range(last, -1, -7))
@@ -191,10 +191,10 @@ def test_the_frontier_never_goes_back_whoever_commits_and_counts(rank: Rank) -> 
     for thread in commits:
         thread.start()
     while any(thread.is_alive() for thread in commits):
-        seen.append(rank.frontier)
+        seen.append(rank.next_step)
     assert not late, "what a thread committed is in the frontier that it reads then"
     assert seen == sorted(seen)
-    assert rank.frontier == last + 1
+    assert rank.next_step == last + 1
     assert rank._report()["tokens"] == (last + 1) * TOKENS
 
 
@@ -215,7 +215,7 @@ def test_a_step_that_was_not_given_is_refused_and_the_next_one_may_be_skipped(ra
         rank.commit(2)
     rank.commit(0)
     rank.commit(1, skipped=True)
-    assert rank.frontier == 2
+    assert rank.next_step == 2
     assert rank.link.commits.take() == [Commit(1, True, 0)]
 
 

@@ -106,7 +106,7 @@ def test_a_dead_rank_is_named_and_another_world_size_goes_on_exactly(
     server = serve("elastic", lease_ttl_s=4.0)
     with raysvc.attach("elastic") as client:
         expected = [
-            sorted(row for mini in client.peek(step).mini_batches for row in mini.row_ids.tolist())
+            sorted(row for mini in client.outline(step).mini_batches for row in mini.row_ids.tolist())
             for step in range(21)
         ]
     address = ray.get_runtime_context().gcs_address
@@ -127,7 +127,7 @@ def test_a_dead_rank_is_named_and_another_world_size_goes_on_exactly(
 
     def is_refused() -> bool:
         try:
-            survivor.peek(0)
+            survivor.outline(0)
         except RankLost as error:
             return error.rank == 1 and str(other.pid) in str(error)
         return False
@@ -136,7 +136,7 @@ def test_a_dead_rank_is_named_and_another_world_size_goes_on_exactly(
     with pytest.raises(RankLost, match="rank 1"):
         survivor.detach()
     ranks = attach_ranks("elastic", 3, group="g2", takeover=True)
-    assert {rank.frontier for rank in ranks} == {3}, "what both ranks had committed"
+    assert {rank.next_step for rank in ranks} == {3}, "what both ranks had committed"
     for steps in zip(*(rank.steps() for rank in ranks), strict=True):
         rows = [row for step in steps for shard in step.shards for row in shard.row_ids.tolist() if row >= 0]
         assert sorted(rows) == expected[steps[0].index]

@@ -26,7 +26,7 @@ def main(server: str, address: str, group: str, folder: Path, tokenizer_path: st
     with raysvc.attach(server, ranks, rank=rank, address=address, group=group) as client:
         ours, seen = behind_server("grpo", folder, client, tokenizer, seeded=True, **options)
         ours.train()
-        left = client.schedule.num_steps - client.frontier
+        left = client.schedule.num_steps - client.next_step
     raw = json.loads((folder / "in_order.json").read_text())
     theirs, their_seen = trl_alone("grpo", folder, raw, tokenizer, "plain", **options)
     theirs.train()

@@ -13,7 +13,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import SourceSpec
 from raysvc.builds.job_plan import plan_config, plan_of
 from raysvc.client.data_state import frontier_of, state_of
-from raysvc.client.steps import RankMicro, RankStep, micros_of
+from raysvc.client.steps import MicroBatch, RankStep, micros_of
 from raysvc.client.torch_dataset import RankDataset
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
@@ -28,7 +28,7 @@ class StreamClient:
             [SourceSpec(uri=str(self.entry.uri))], {}, Recipe(plan_config(job, self.entry), 0)
         )
         self.schedule = plan_of(job, self.entry).schedule
-        self.rank, self.dp_size, self.frontier = rank, dp_size, 0
+        self.rank, self.dp_size, self.next_step = rank, dp_size, 0
         self.loss_ranks = dp_size
         self.orders: dict[int, str] = {}
         stream = self._stream
@@ -47,28 +47,28 @@ class StreamClient:
         return sum(len(shard.micro_batches) for own in steps for shard in own[self.rank :: self.dp_size])
 
     def steps(self) -> Iterator[RankStep]:
-        for index in range(self.frontier, self.schedule.num_steps):
+        for index in range(self.next_step, self.schedule.num_steps):
             info, shards = self._stream.make(index, (self.dp_size,))
             own = shards[self.rank :: self.dp_size]
             if info.order is not None:
                 self.orders[info.epoch] = info.order
             yield RankStep(index, info.epoch, tuple(own), info.mini_batches)
 
-    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+    def micro_batches(self, device: str = "cpu") -> Iterator[MicroBatch]:
         yield from micros_of(self.steps(), device)
 
     def commit(self, step: int) -> None:
-        self.frontier = step + 1
+        self.next_step = step + 1
 
     def rewind(self, step: int) -> None:
-        self.frontier = step
+        self.next_step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {**state_of(self.lease, self.schedule, self.frontier, self.orders), "dp_size": self.dp_size}
+        return {**state_of(self.lease, self.schedule, self.next_step, self.orders), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.check(state["plan"])
-        self.frontier = frontier_of(state)
+        self.next_step = frontier_of(state)
 
 
 def client_of(

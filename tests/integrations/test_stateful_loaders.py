@@ -55,7 +55,7 @@ def test_a_state_of_torchdatas_loader_gives_the_items_that_were_left_wherever_it
         ):  # the loader calls this an epoch, and begins another one; the plan has no more
             assert not resumed
         assert resumed == expected[number:], number
-    assert whole.dataset._client.frontier == 3, "all steps are committed"
+    assert whole.dataset._client.next_step == 3, "all steps are committed"
 
 
 def test_a_used_loader_of_torchdata_goes_back_to_an_earlier_state(

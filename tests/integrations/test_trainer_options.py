@@ -38,7 +38,7 @@ def test_a_second_train_of_the_same_trainer_commits_each_step_once(
     trainer = trainer_of(tmp_path, client, max_steps=4)
     for _ in range(2):
         trainer.train()
-        assert client.frontier == 2, "four mini-batches are two steps"
+        assert client.next_step == 2, "four mini-batches are two steps"
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_a_run_goes_on_where_it_was_whatever_is_said_of_skipping_data_or_of_micr
         resumed.train(resume_from_checkpoint=True)
         assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
         assert len(losses(resumed)) == 8
-        assert client.frontier == 4
+        assert client.next_step == 4

@@ -192,7 +192,7 @@ def test_trl_generates_for_the_prompts_that_it_would_have_taken_itself_and_train
     for one, other in zip(ours, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
     assert np.ptp([line[1] for line in ours]) > 0.1, "rewards differ"
-    assert client.frontier == client.schedule.num_steps, "every generation batch is committed"
+    assert client.next_step == client.schedule.num_steps, "every generation batch is committed"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_run_that_was_stopped_anywhere_goes_on_with_its_prompts_and_losses(
     second.train(resume_from_checkpoint=True)
     assert before + after == seen, "each generation batch is generated once"
     assert facts(second) == facts(whole)
-    assert client.frontier == client.schedule.num_steps
+    assert client.next_step == client.schedule.num_steps
 
 
 def test_completions_of_a_round_are_not_taken_over_by_other_ranks_or_batch_sizes(
@@ -320,9 +320,9 @@ def test_a_second_train_of_the_same_trainer_begins_again_at_step_0(
     client = StreamClient(job_of(tmp_path, raw_prompts(), sample["tokenizer"], epochs=1))
     trainer, seen = behind_server("grpo", tmp_path, client, tokenizer_of(sample["tokenizer"]), max_steps=3)
     trainer.train()
-    assert client.frontier == 3
+    assert client.next_step == 3
     trainer.train()
-    assert client.frontier == 3
+    assert client.next_step == 3
     assert seen[:3] == seen[3:]
 
 

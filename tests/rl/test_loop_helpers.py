@@ -118,16 +118,16 @@ class Client:
     """The calls of a client that a checkpoint makes."""
 
     def __init__(self, frontier: int) -> None:
-        self.frontier = frontier
+        self.next_step = frontier
 
     def state_dict(self) -> dict[str, Any]:
-        return {"frontier": self.frontier}
+        return {"frontier": self.next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.frontier = state["frontier"]
+        self.next_step = state["frontier"]
 
     def rewind(self, step: int) -> None:
-        self.frontier = step
+        self.next_step = step
 
 
 def parts(seed: int) -> dict[str, Any]:
@@ -143,14 +143,14 @@ def test_a_loop_goes_on_from_its_last_checkpoint_or_from_the_start(tmp_path: Pat
     path, saved, other = tmp_path / "new" / "checkpoint.pt", parts(1), parts(2)
     started: Any = Client(9)
     assert LoopCheckpoint(path, started, **saved).restore() == 0
-    assert started.frontier == 0, (
+    assert started.next_step == 0, (
         "without a checkpoint nothing that was committed is trained in these weights"
     )
-    started.frontier = 4
+    started.next_step = 4
     LoopCheckpoint(path, started, **saved).save()
     goes_on: Any = Client(7)
     assert LoopCheckpoint(path, goes_on, **other).restore() == 4
-    assert goes_on.frontier == 4
+    assert goes_on.next_step == 4
     assert torch.equal(other["model"].weight, saved["model"].weight)
     state = other["optimizer"].state_dict()["state"][0]
     assert torch.equal(state["exp_avg"], saved["optimizer"].state_dict()["state"][0]["exp_avg"])
@@ -166,7 +166,7 @@ def test_a_loop_that_is_killed_while_it_saves_has_its_last_checkpoint(
     client: Any = Client(4)
     checkpoint = LoopCheckpoint(path, client, **saved)
     checkpoint.save()
-    client.frontier = 5
+    client.next_step = 5
 
     def torn(state: Any, file: Any) -> None:
         file.write(b"half")

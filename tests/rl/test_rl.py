@@ -236,7 +236,7 @@ def test_ranks_that_each_attach_get_the_groups_of_a_step_once_and_commit_it(
     for rank in ranks:
         rank.detach()
     with raysvc.attach("ranks", takeover=True) as client:
-        assert client.frontier == 3
+        assert client.next_step == 3
 
 
 @pytest.mark.ray
@@ -317,7 +317,7 @@ def test_no_row_is_trained_too_old_and_capacity_comes_back_also_after_a_restart(
     stop_server("stale")
     rollout_server("stale", max_staleness=1, wait_s=0.2)
     with raysvc.attach("stale") as client:
-        assert client.frontier == 2
+        assert client.next_step == 2
         facts = producer_facts("stale")
         assert (facts["weight_version"], facts["trained"], facts["capacity"]) == (2, 8, 7)
     fence = client.lease.fence
@@ -348,7 +348,7 @@ def test_look_ahead_of_rollouts_keeps_to_its_bytes_also_for_steps_that_form_late
             steps = client.steps()
             next(steps)
             assert client.stats().outstanding == 2, "three steps can be formed"
-            sizes = [client.peek(step).nbytes for step in range(3)]
+            sizes = [client.outline(step).nbytes for step in range(3)]
             assert client.stats().outstanding_bytes == sum(sizes[1:])
     limit = int(1.5 * max(sizes))
     with raysvc.attach("bytes", look_ahead_steps=4, look_ahead_bytes=limit) as client:

@@ -33,10 +33,10 @@ Case = tuple[Path, Callable[[], Any]]  # a file, and what reads it
 
 
 class Client:
-    frontier = 4
+    next_step = 4
 
     def state_dict(self) -> dict[str, Any]:
-        return {"frontier": self.frontier, "identity": {"seed": 7}}
+        return {"frontier": self.next_step, "identity": {"seed": 7}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state == self.state_dict()

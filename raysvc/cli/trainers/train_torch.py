@@ -51,7 +51,7 @@ def main() -> None:
             loss = 0.0
         if micro.ends_step:
             loader.commit(micro.step)
-            if loader.frontier % SAVE_EVERY_STEPS == 0 or not len(loader):
+            if loader.next_step % SAVE_EVERY_STEPS == 0 or not len(loader):
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, "data": loader.state_dict()}, draft := OUT / "draft.pt")
                 draft.rename(saved)
