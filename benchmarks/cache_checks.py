@@ -71,12 +71,12 @@ def child(uri: str, how: str) -> tuple[float, ...]:
 
 def scan(uri: str, checked: bool) -> tuple[float, float]:
     """Read every value of every row once."""
-    from raysvc.cache.find import open_entry
+    from raysvc.cache.find import open_finished
     from raysvc.cache.local.blocks import Blocks
 
     if not checked:
         Blocks._compare = lambda self, blocks: None  # type: ignore[method-assign]
-    entry = open_entry(uri)
+    entry = open_finished(uri)
     wall, processor = time.perf_counter(), time.process_time()
     for at in range(0, len(entry), BATCH):
         rows = entry.read(entry.row_ids(at, min(at + BATCH, len(entry))))

@@ -42,9 +42,9 @@ def read_raysvc(path: str) -> Times:
         import raysvc.cache.parts  # noqa: F401
 
     def open_() -> Opened:
-        from raysvc.cache.find import open_entry
+        from raysvc.cache.find import open_finished
 
-        entry = open_entry(path)
+        entry = open_finished(path)
 
         def scan() -> int:
             batches = (
@@ -129,9 +129,9 @@ def write_streaming(path: str, out: str) -> Times:
     stub_torchvision()
     from streaming import MDSWriter
 
-    from raysvc.cache.find import open_entry
+    from raysvc.cache.find import open_finished
 
-    entry = open_entry(path)
+    entry = open_finished(path)
     columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8"}
     with MDSWriter(out=out, columns=columns, size_limit=1 << 24) as writer:
         for at in range(0, len(entry), BATCH):

@@ -63,12 +63,12 @@ def opened(uri: str) -> tuple[Any, float]:
     import pyarrow.compute  # noqa: F401 - imported before the clock starts, as are the peers
 
     from raysvc.cache import gather, parts  # noqa: F401
-    from raysvc.cache.find import open_entry
+    from raysvc.cache.find import open_finished
     from raysvc.cache.local import part_cache, part_source  # noqa: F401
 
     warm(uri)
     start = time.perf_counter()
-    return open_entry(uri), time.perf_counter() - start
+    return open_finished(uri), time.perf_counter() - start
 
 
 def warm(uri: str) -> Any:

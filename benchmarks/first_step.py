@@ -84,7 +84,7 @@ def child(job: str) -> None:
         at.append(time.time() - begin)
         return False
 
-    summary = train(job, should_stop=stop)
+    summary = train(job, should_stop=stop).metrics
     print(json.dumps({"at": at, "stalls": summary["stalls"]["by_cause"], "end": time.time() - begin}))
 
 

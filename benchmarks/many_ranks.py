@@ -69,7 +69,7 @@ def rank_mode(ranks: int, laps: Laps, peers: int = 1) -> None:
     def attach() -> None:
         for seat in seats:
             coords = {"dp": seat // peers, "tp": seat % peers}
-            clients[seat] = raysvc.attach(NAME, mesh=mesh, coords=coords, group="g")
+            clients[seat] = raysvc.attach_rank(NAME, mesh=mesh, coords=coords, group="g")
 
     together([attach] * 8)
     barrier = threading.Barrier(mesh.size, action=laps)

@@ -332,11 +332,14 @@ def crossing(uri: str, processor_at: Path, beside: bool, steps: int) -> dict[str
         )
         server = served("media-nodes", uri, processor_at, 2)
         crossed = made = 0
+        head = ray.get_runtime_context().get_node_id()
         with raysvc.attach(
-            "media-nodes", DP_SIZE, look_ahead_steps=1, look_ahead_bytes=STORE_BYTES // 4
+            "media-nodes",
+            DP_SIZE,
+            locality_hints=[ray.get(reader.node_id.remote()) if beside else head],
+            look_ahead_steps=1,
+            look_ahead_bytes=STORE_BYTES // 4,
         ) as client:
-            head = ray.get_runtime_context().get_node_id()
-            client.collate_on([ray.get(reader.node_id.remote()) if beside else head])
             for step in client.steps(stop=steps):
                 refs = [ref for mini in step.mini_batches for ref in mini.shards]
                 made += ray.get(reader.read.remote(refs))

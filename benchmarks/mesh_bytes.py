@@ -43,7 +43,7 @@ class Rank:
 
         mesh = raysvc.Mesh(**axes)
         coords = mesh.rank(number)._asdict()
-        self._client = raysvc.attach(name, mesh=mesh, coords=coords, columns=columns, group="mesh")
+        self._client = raysvc.attach_rank(name, mesh=mesh, coords=coords, columns=columns, group="mesh")
         self._steps = self._client.steps(stop=steps)
 
     def train(self) -> tuple[int, int, str]:

@@ -98,7 +98,7 @@ def run(folder: Path, name: str, count: int, prompts: Any | None) -> dict[str, A
     """All prompts through one server."""
     import raysvc
     from raysvc.actors.launch import stop_server
-    from raysvc.client.rollouts import Rollouts
+    from raysvc.client.rl.rollouts import Rollouts
 
     plan = {"batch_size": BATCH, "columns": ("input_ids", "labels")}
     raysvc.serve_rollouts(
@@ -128,8 +128,8 @@ def run(folder: Path, name: str, count: int, prompts: Any | None) -> dict[str, A
     with raysvc.attach(name, dp_size=1, look_ahead_steps=1) as client:
         for step in client.steps(stop=count // BATCH):
             client.commit(step.index)
-            client.set_weight_version(step.index + 1)
-            client.forget_below(step.index)
+            client.rollouts.set_weight_version(step.index + 1)
+            client.rollouts.delete_before(step.index)
             if step.index % 50 == 49:
                 sizes.append(
                     sum(each.stat().st_size for each in (folder / name).rglob("*") if each.is_file())

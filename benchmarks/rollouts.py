@@ -207,7 +207,7 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     from raysvc.actors.rollouts.rollout_server import RolloutServer
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.client.batch_client import attach
-    from raysvc.client.rollouts import rollouts
+    from raysvc.client.rl.rollouts import rollouts
     from raysvc.job.config import PlanConfig
     from raysvc.team import ray_namespace
 

@@ -141,10 +141,10 @@ def serial(spec: Any) -> Iterator[Any]:
 def ready_step_ms(name: str, compute_s: float) -> dict[str, float]:
     """What a step that is there costs the trainer's thread, two steps ahead: medians of its commit, of taking the next one, and
     of their sum."""
-    from raysvc.client.batch_client import attach
+    from raysvc.client.rank_client import attach_rank
 
     took = []
-    with attach(name, dp_size=1, rank=0, group="bench", look_ahead_steps=2) as client:
+    with attach_rank(name, dp_size=1, rank=0, group="bench", look_ahead_steps=2) as client:
         client.rewind(0)
         steps = client.steps()
         index = next(steps).index

@@ -150,9 +150,9 @@ def waits(batches: Iterator[Any], compute_s: float, count: int) -> list[float]:
 
 def served(name: str, depth: int) -> Iterator[Any]:
     """Arrays of rank 0 of 1, so many steps ahead, every step committed."""
-    from raysvc.client.batch_client import attach
+    from raysvc.client.rank_client import attach_rank
 
-    with attach(name, dp_size=1, rank=0, group="bench", look_ahead_steps=depth) as client:
+    with attach_rank(name, dp_size=1, rank=0, group="bench", look_ahead_steps=depth) as client:
         client.rewind(0)
         for step in client.steps():
             yield step.shards[0].arrays

@@ -22,15 +22,15 @@ class Rows:
         self.uri, self.entry = uri, None
 
     def __len__(self) -> int:
-        from raysvc.cache.find import open_entry
+        from raysvc.cache.find import open_finished
 
-        return open_entry(self.uri).num_rows
+        return open_finished(self.uri).num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.entry is None:
-            from raysvc.cache.find import open_entry
+            from raysvc.cache.find import open_finished
 
-            self.entry = open_entry(self.uri)
+            self.entry = open_finished(self.uri)
         batch = self.entry.read(self.entry.row_ids(index, index + 1))
         return {"input_ids": batch.tokens["input_ids"], "loss_mask": batch.tokens["loss_mask"]}
 

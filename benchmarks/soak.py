@@ -128,7 +128,7 @@ def groups(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
             del step
             fill(producer, number + 1)
             if (number + 1) % 10 == 0:
-                client.forget_below(number)
+                client.rollouts.delete_before(number)
             if due(GROUPS * (number + 1), count, GROUPS):
                 yield figures(GROUPS * (number + 1), folder)
     stop_server("rollouts")

@@ -74,7 +74,7 @@ def learn(server: str, folder: Path, stop: int, trackers: list[str]) -> list[dic
     with raysvc.attach(server, look_ahead_steps=0, takeover=True) as client:
         client.report_to(*trackers, folder=folder)
         checkpoint = LoopCheckpoint(folder / "checkpoint.pt", client, model=model, optimizer=optimizer)
-        client.publish(checkpoint.restore(), model.state_dict())
+        client.rollouts.publish(checkpoint.restore(), model.state_dict())
         for step in client.steps(stop=stop):
             for mini in step.optimizer_steps():
                 for micro in losses(raysvc.read_shard(ray.get(mini.shards[0]))):
@@ -82,7 +82,7 @@ def learn(server: str, folder: Path, stop: int, trackers: list[str]) -> list[dic
                 optimizer.step()
                 optimizer.zero_grad()
             client.commit(step.index)
-            client.publish(step.index + 1, model.state_dict())
+            client.rollouts.publish(step.index + 1, model.state_dict())
             checkpoint.save()
             facts.append(step.rollouts.metrics())  # what trackers get too
     return facts

@@ -60,7 +60,7 @@ def fsdp2(server: str) -> Host:
     mesh = init_device_mesh("cpu", (DP, CP), mesh_dim_names=("dp", "cp"))
 
     def parts() -> Iterator[Part]:
-        with raysvc.attach(server, mesh=mesh) as client:
+        with raysvc.attach_rank(server, mesh=mesh) as client:
             for micro in client.micro_batches():
                 ids, labels = micro.tensors["input_ids"].long(), moved_labels(micro.tensors["labels"], CP)
                 whole = [ids, labels, places_of(ids)]
@@ -119,7 +119,7 @@ def megatron(server: str, whole: bool = False, tp: int = 1) -> Host:
     first, peers = state.get_tensor_model_parallel_src_rank(), state.get_tensor_model_parallel_group()
 
     def parts() -> Iterator[Part]:
-        with raysvc.attach(server, mesh="launched", columns=None if reads else []) as client:
+        with raysvc.attach_rank(server, mesh="launched", columns=None if reads else []) as client:
             for micro in client.micro_batches():
                 batch = [megatron_batch(micro.tensors, client) if reads else None]
                 dist.broadcast_object_list(batch, first, peers)

@@ -29,7 +29,7 @@ def train_rank(config: dict[str, Any]) -> None:
     resumed: list[int] = []
 
     # a worker that was killed still holds its seat: take over
-    with raysvc.attach(config["server"], ranks, rank=rank, takeover=True) as client:
+    with raysvc.attach_rank(config["server"], ranks, rank=rank, takeover=True) as client:
         if checkpoint := ray.train.get_checkpoint():
             with checkpoint.as_directory() as folder:
                 saved = torch.load(f"{folder}/rank-{rank}.pt")

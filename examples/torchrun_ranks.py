@@ -33,7 +33,7 @@ def train(server: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rows: list[int] = []
 
-    with raysvc.attach(server, ranks, rank=rank) as client:
+    with raysvc.attach_rank(server, ranks, rank=rank) as client:
         client.rewind(0)  # whatever an earlier run committed
         loader = DataLoader(client.as_torch_dataset(), batch_size=None)
         for micro in loader:

@@ -33,7 +33,7 @@ def main(folder: Path) -> dict[str, Any]:
     job = write_job(folder, 8, source=source, plan=plan)
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
     server = raysvc.serve(job, name="trl-grpo", detached=False)  # ends with this process
-    with raysvc.attach(server.name, rank=0) as ours:
+    with raysvc.attach_rank(server.name, rank=0) as ours:
 
         class Grpo(PromptsFromServer, GRPOTrainer):
             client = ours

@@ -29,7 +29,7 @@ def main(folder: Path) -> dict[str, Any]:
     job = write_job(folder, 8, source=source, plan={"batch_size": 16, "mini_batch_size": 8})
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
     server = raysvc.serve(job, name="trl-pairs", detached=False)  # ends with this process
-    with raysvc.attach(server.name, rank=0) as ours:
+    with raysvc.attach_rank(server.name, rank=0) as ours:
 
         class Dpo(PairsFromServer, DPOTrainer):
             client = ours

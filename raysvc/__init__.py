@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from raysvc.actors.model.row_isolation import model_inputs, rows_are_isolated
     from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, enrich, serve, tokenize
-    from raysvc.builds.cache_entry import CacheEntry, open_cache, read_entry
+    from raysvc.builds.cache_entry import CacheEntry, open_entry, read_entry
     from raysvc.client.batch_client import BatchClient, attach
-    from raysvc.client.rank_client import RankClient
-    from raysvc.client.rollout_serving import serve_rollouts
-    from raysvc.client.rollouts import rollouts
+    from raysvc.client.rank_client import RankClient, attach_rank
+    from raysvc.client.rl.rollout_serving import serve_rollouts
+    from raysvc.client.rl.rollouts import rollouts
     from raysvc.collate.loss_weights import loss_scale
     from raysvc.collate.shard import read_shard
     from raysvc.loader import Loader, load
@@ -38,12 +38,13 @@ __all__ = [
     "Role",
     "ServerHandle",
     "attach",
+    "attach_rank",
     "enrich",
     "errors",
     "load",
     "loss_scale",
     "model_inputs",
-    "open_cache",
+    "open_entry",
     "read_entry",
     "read_shard",
     "rollouts",
@@ -63,17 +64,18 @@ _HOMES = {
     "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client.batch_client",
+    "attach_rank": "raysvc.client.rank_client",
     "enrich": "raysvc.api",
     "load": "raysvc.loader",
     "loss_scale": "raysvc.collate.loss_weights",
     "model_inputs": "raysvc.actors.model.row_isolation",
-    "open_cache": "raysvc.builds.cache_entry",
+    "open_entry": "raysvc.builds.cache_entry",
     "read_entry": "raysvc.builds.cache_entry",
     "read_shard": "raysvc.collate.shard",
-    "rollouts": "raysvc.client.rollouts",
+    "rollouts": "raysvc.client.rl.rollouts",
     "rows_are_isolated": "raysvc.actors.model.row_isolation",
     "serve": "raysvc.api",
-    "serve_rollouts": "raysvc.client.rollout_serving",
+    "serve_rollouts": "raysvc.client.rl.rollout_serving",
     "tokenize": "raysvc.api",
     "train": "raysvc.training.train",
 }

@@ -65,7 +65,7 @@ def load(
     if job.plan.cp_split is not None:
         what = "is for ranks that attach to a server with a mesh"
         raise ConfigError(
-            "plan.cp_split", what, "leave it out, or use raysvc.serve and raysvc.attach(mesh=...)"
+            "plan.cp_split", what, "leave it out, or use raysvc.serve and raysvc.attach_rank(mesh=...)"
         )
     entry = _entry_of(job, address, progress)
     # nothing of a run folder is read or written: decisions are made with a server
@@ -109,14 +109,13 @@ def _only_named(address: str | None) -> Place:
 class Loader:
     """One rank's steps of a job; make it with `raysvc.load`.
 
-    Its loop, `commit` and states are those of the client that `raysvc.attach(name, dp_size=R, rank=r)` returns.
+    Its loop, `commit` and states are those of the client that `raysvc.attach_rank(name, dp_size=R, rank=r)` returns.
 
     Attributes:
         job: the job.
         entry: the rows.
         rank: of this process.
         dp_size: data-parallel ranks.
-        orders: epoch -> digest of its order by the function of `plan.order`.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Loader:
         look_ahead_steps: int,
     ) -> None:
         self.job, self.entry, self.rank, self.dp_size = job, entry, rank, dp_size
-        self.orders: dict[int, str] = {}
+        self._orders: dict[int, str] = {}  # epoch -> digest of its order by the function of `plan.order`
         self._stream, self._look_ahead_steps = stream, look_ahead_steps
         self._frontier = self._taken = 0  # steps below are committed; were handed out
         self._iteration = 0  # number of the newest one; an older one is refused
@@ -197,7 +196,7 @@ class Loader:
         """
         from raysvc.client.torch_dataset import RankDataset
 
-        return RankDataset(self, device)
+        return RankDataset(self, device, self._state_at)
 
     def eval(self, name: str) -> Loader:
         """This rank's part of an eval of the job, from its first step; it has a frontier of its own.
@@ -235,10 +234,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; `raysvc.attach` loads it too."""
-        return {
-            **state_of(self.lease, self.schedule, self._frontier, self.orders),
-            "dp_size": self.dp_size,
-        }
+        return self._state_at(self._frontier)
+
+    def _state_at(self, step: int) -> dict[str, Any]:
+        """Returns the state of a trainer that committed the steps below `step`."""
+        return {**state_of(self.lease, self.schedule, step, self._orders), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state of a loader or of an attached client, on any number of ranks.
@@ -250,7 +250,7 @@ class Loader:
         self._stream.check(state["plan"])
         self.rewind(frontier)
         if order := state["plan"].get("order"):
-            self.orders = {order["epoch"]: order["digest"]}
+            self._orders = {order["epoch"]: order["digest"]}
 
     def rewind(self, step: int) -> None:
         """Make `step` the next one to train.
@@ -290,7 +290,7 @@ class Loader:
                     upcoming += 1
                 info, shards = pending.popleft().result()
                 if info.order is not None:
-                    self.orders[info.epoch] = info.order
+                    self._orders[info.epoch] = info.order
                 index = info.index + 1
                 self._taken = max(self._taken, index)
                 yield RankStep(

@@ -64,8 +64,8 @@ def test_steps_and_states_are_those_of_an_attached_client(
     raysvc.serve(job)
     try:
         with (
-            raysvc.attach("beside", dp_size=2, rank=0) as zero,
-            raysvc.attach("beside", dp_size=2, rank=1) as one,
+            raysvc.attach_rank("beside", dp_size=2, rank=0) as zero,
+            raysvc.attach_rank("beside", dp_size=2, rank=1) as one,
         ):
             for client in (zero, one):
                 client.load_state_dict(state)

@@ -366,7 +366,7 @@ class Pool:
         """Counts the groups that the steps below `step` trained, those that were forgotten included."""
         return self.trained_before + sum(key not in self.quarantined for key in self.groups_below(step))
 
-    def forget_below(self, step: int, gone: Collection[Key]) -> None:
+    def delete_before(self, step: int, gone: Collection[Key]) -> None:
         """Let go of the steps below `step`, and of the groups of `gone`."""
         old = [number for number in range(self.kept_from, step) if number in self.steps]
         self.trained_before = self.trained_below(step)

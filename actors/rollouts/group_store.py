@@ -368,7 +368,7 @@ class GroupStore:
                 self._through(self.pool.steps.get(step, ()))
             self._trained_below = frontier
 
-    def forget_below(self, step: int) -> int:
+    def delete_before(self, step: int) -> int:
         """Give up the steps below `step` for good; returns how many files went."""
         self._history.wait(self._history.last)
         with self._forgetting:
@@ -387,7 +387,7 @@ class GroupStore:
                 what = ForgottenGroups(step, versions, files, self.pool.trained_below(step))
                 self._spool.forget(what)  # nothing is forgotten before it is on disk
                 with self.changed:
-                    self.pool.forget_below(step, gone)
+                    self.pool.delete_before(step, gone)
                     self._forget(gone, files)
             return self._spool.remove_forgotten(what)
 

@@ -270,7 +270,7 @@ class RolloutServer(BatchServer):
             self._went_to(frontier, before)
         return moved
 
-    def forget_below(self, fence: int, step: int) -> int:
+    def delete_before(self, fence: int, step: int) -> int:
         """Remove what only steps below `step` need: no checkpoint that goes back there will be loaded.
 
         Raises:
@@ -282,7 +282,7 @@ class RolloutServer(BatchServer):
             expected = f"at most {self._frontier()}, the first that is not committed"
             raise StepOutOfOrder(self.spec.name, step, expected)
         self.flush()  # a restart must not begin below what is gone
-        return self._rollouts.forget_below(step)
+        return self._rollouts.delete_before(step)
 
     def form_size(self, fence: int, step: int, roles: tuple[Role, ...]) -> int | None:
         """Bytes of the shards of a step, formed now if there are groups for it; None while there are not."""

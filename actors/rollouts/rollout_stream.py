@@ -309,9 +309,9 @@ class RolloutStream:
             expected = f"a step from {self.pool.kept_from} on, earlier ones were forgotten"
             raise StepOutOfOrder(self._name, step, expected)
 
-    def forget_below(self, step: int) -> int:
+    def delete_before(self, step: int) -> int:
         """Give up the steps below `step` for good; returns how many files went."""
-        return self.store.forget_below(step)
+        return self.store.delete_before(step)
 
     def _step_rows(self, step: int) -> _StepRows:
         """The rows of a formed step, group after group.

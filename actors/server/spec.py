@@ -109,12 +109,12 @@ class SourceSpec(BaseModel):
         Raises:
             EntryError: it is gone, damaged or another one.
         """
-        from raysvc.cache.find import open_entry
+        from raysvc.cache.find import open_finished
         from raysvc.cache.growing.coming_entry import entry_to_come
         from raysvc.cache.store.open import open_store
 
         if self.coming is None:
-            return open_entry(self.uri, storage_options)
+            return open_finished(self.uri, storage_options)
         root, _, folder = self.uri.rpartition("/")
         return entry_to_come(self.coming, open_store(root, storage_options), folder)
 

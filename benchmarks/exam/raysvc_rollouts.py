@@ -35,13 +35,13 @@ class Learner:
 
     def batches(self) -> Iterator[list[int]]:
         self.version = self.client.next_step
-        self.client.set_weight_version(self.version)
+        self.client.rollouts.set_weight_version(self.version)
         for number in range(GENERATORS):
             threading.Thread(target=self.produce, args=(f"producer-{number}",), daemon=True).start()
         for step in self.client.steps():
             self.client.commit(step.index)
             self.version = step.index + 1
-            self.client.set_weight_version(self.version)
+            self.client.rollouts.set_weight_version(self.version)
             shards = [raysvc.read_shard(ray.get(mini.shards[0])) for mini in step.optimizer_steps()]
             yield [number_of(ids) for shard in shards for ids in shard.arrays["input_ids"].tolist()[::2]]
 

@@ -18,7 +18,7 @@ from words import parts_of
 import raysvc
 
 OFFERS = ("pairs", "rollouts")
-SETTINGS = "serve() again by rank 0 of each launch, attach(rank=, group=, takeover=True), steps(), commit() after each"
+SETTINGS = "serve() again by rank 0 of each launch, attach_rank(rank=, group=, takeover=True), steps(), commit() after each"
 IMPORTS = ("torch", "transformers", "raysvc.api")
 
 
@@ -34,7 +34,7 @@ def _attach(o: dict[str, Any], limit_s: float = 120.0) -> Any:
     begin = time.monotonic()
     while True:
         try:
-            return raysvc.attach(
+            return raysvc.attach_rank(
                 o["run"], o["world_size"], rank=o["rank"], group=os.environ["MASTER_PORT"], takeover=True
             )
         except raysvc.errors.ServerError:  # rank 0 has not served it yet

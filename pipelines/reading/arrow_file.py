@@ -34,9 +34,9 @@ def opened(stream: io.BufferedReader[Any]) -> Iterator[tuple[pa.RecordBatchStrea
     Raises:
         SourceError: a file whose dictionaries stand behind its batches.
     """
-    is_file = stream.outline(len(MAGIC))[: len(MAGIC)] == MAGIC
+    is_file = stream.peek(len(MAGIC))[: len(MAGIC)] == MAGIC
     stream.read(len(MAGIC) if is_file else 0)
-    bare = is_file and int.from_bytes(stream.outline(4)[:4], "little") < _LEAST_SCHEMA_BYTES
+    bare = is_file and int.from_bytes(stream.peek(4)[:4], "little") < _LEAST_SCHEMA_BYTES
     source = _PrefixedStream(_with_length(stream), stream) if bare else stream
     try:
         with pa.ipc.open_stream(pa.PythonFile(source, mode="r")) as reader:

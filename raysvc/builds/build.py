@@ -20,7 +20,7 @@ from raysvc.builds.build_report import known_before, make_report
 from raysvc.builds.lookup import Lookup
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.growing.coming import GrowingSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.names import folder_of
@@ -205,7 +205,7 @@ class Build(Resumable):
             self.meter.finish()
         for warning in warnings_of(report["row_counts"]):
             log.warning("%s", warning)
-        return open_entry(writer.uri, job.cache.storage_options)
+        return open_finished(writer.uri, job.cache.storage_options)
 
     def wait_for_more(self, wait: Callable[[float], bool]) -> bool:
         """Returns whether the source has, or may have, new slices: that of a finished list of files never has.

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,12 +35,22 @@ if TYPE_CHECKING:
 
 
 class EntryRow(dict[str, Any]):
-    """One row of an entry: column name -> list or value."""
+    """One row of an entry: column name -> list or value. A notebook shows its text, marked."""
 
     def __init__(self, values: Mapping[str, Any], entry: CacheEntry) -> None:
         super().__init__(values)
         self._entry = entry
 
+    @property
+    def text(self) -> str:
+        """The row as the tokenizer decodes it, special tokens included.
+
+        Raises:
+            TokenizerError: the entry keeps no tokenizer.
+        """
+        return str(self._entry.tokenizer.decode(self["input_ids"]))
+
+    @property
     def spans(self) -> list[tuple[str, bool]]:
         """Stretches of text: (text, trained).
 
@@ -57,12 +68,12 @@ class EntryRow(dict[str, Any]):
     def _repr_html_(self) -> str:
         facts = {"tokens": len(self["input_ids"]), "trained": sum(self["loss_mask"])}
         facts |= {name: value for name, value in self.items() if not isinstance(value, list)}
-        return facts_html("Row", facts) + spans_html(self.spans())
+        return facts_html("Row", facts) + spans_html(self.spans)
 
 
 @dataclass(frozen=True, repr=False)
 class CacheEntry:
-    """The entries of a job, opened: one, or one for each source of a mixture.
+    """The entries of a job, opened: one, or one for each source of a mixture. `len(entry)` counts its rows, `entry[3]` is the fourth one.
 
     Attributes:
         entries: of one tokenizer; finished, or to be read while somebody builds them.
@@ -95,6 +106,18 @@ class CacheEntry:
     def num_rows(self) -> int:
         """Rows."""
         return self.rows.num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> EntryRow:
+        """Returns the row at a place in the order of the entry; -1 is the last one.
+
+        Raises:
+            IndexError: there is no such place.
+            TypeError: it is no whole number.
+        """
+        return self.row(self.rows.id_at(operator.index(index)))
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +172,7 @@ class CacheEntry:
         return self.rows.row_ids()
 
     def row(self, index: int | str) -> EntryRow:
-        """One row, by its id, which may be written `0:17:451`: column name -> list or value. A notebook shows its text, marked."""
+        """One row, by its id, which may be written `0:17:451`."""
         return EntryRow(self.rows.row(int(self._ids([index])[0])), self)
 
     def origins(self, row_ids: Sequence[int | str]) -> list[tuple[str, int]]:
@@ -180,18 +203,6 @@ class CacheEntry:
             raise PlanError("row", what, "take one from a row log, or from raysvc plan --step") from error
         check_rows(self.entries, ids)
         return ids
-
-    def text(self, index: int | str) -> str:
-        """One row as the tokenizer decodes it, special tokens included.
-
-        Raises:
-            TokenizerError: the entry keeps no tokenizer.
-        """
-        return str(self.tokenizer.decode(self.row(index)["input_ids"]))
-
-    def spans(self, index: int | str) -> list[tuple[str, bool]]:
-        """One row as stretches of text: (text, trained)."""
-        return self.row(index).spans()
 
     def __repr__(self) -> str:
         return facts_text("cache entry", self._shown())
@@ -239,20 +250,20 @@ def _turn(entry: Entry, row_id: int) -> tuple[int, int] | None:
     return row - first + 1, stop - first
 
 
-def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
+def open_entry(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
     """Open a finished entry by its folder or URL.
 
     Raises:
         ConfigError: the address is not a string.
         EntryError: no finished entry there, or a damaged one.
     """
-    from raysvc.cache.find import open_entry
+    from raysvc.cache.find import open_finished
 
     if not isinstance(uri, str | Path) or not str(uri):
         raise ConfigError(
-            "open_cache(uri)", f"{uri!r} is not an address", "give the folder or URL of an entry"
+            "open_entry(uri)", f"{uri!r} is not an address", "give the folder or URL of an entry"
         )
-    return CacheEntry((open_entry(str(uri), dict(storage_options or {})),))
+    return CacheEntry((open_finished(str(uri), dict(storage_options or {})),))
 
 
 def read_entry(
@@ -262,8 +273,8 @@ def read_entry(
     columns: Sequence[str] | None = None,
     rows: range | None = None,
 ) -> ray.data.Dataset:
-    """A finished entry as a Ray Dataset: `open_cache`, then `CacheEntry.ray_dataset`; arguments and errors as there."""
-    return open_cache(uri, storage_options).ray_dataset(columns, rows=rows)
+    """A finished entry as a Ray Dataset: `open_entry`, then `CacheEntry.ray_dataset`; arguments and errors as there."""
+    return open_entry(uri, storage_options).ray_dataset(columns, rows=rows)
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:

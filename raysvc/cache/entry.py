@@ -63,7 +63,7 @@ class Entry:
         copies: PartCopies | None = None,
         base: Entry | None = None,
     ) -> None:
-        """Use `Entry.open`, `open_entry` or `find_entry`.
+        """Use `Entry.open`, `open_finished` or `find_entry`.
 
         Args:
             copies: where copies of remote parts lie; None: what `node_copies` says.
@@ -129,7 +129,7 @@ class Entry:
 
     @property
     def uri(self) -> str:
-        """Path or URL, good for `open_entry` and `datasets.load_from_disk`."""
+        """Path or URL, good for `open_finished` and `datasets.load_from_disk`."""
         return f"{self.store.url}/{self.folder}"
 
     @property

@@ -56,7 +56,7 @@ class ListedFolder:
     shared_by: tuple[str, ...] = ()
 
 
-def open_entry(uri: str, storage_options: Mapping[str, Any] | None = None) -> Entry:
+def open_finished(uri: str, storage_options: Mapping[str, Any] | None = None) -> Entry:
     """The entry at a path or URL.
 
     Raises:

@@ -88,6 +88,21 @@ class Rows:
             raise IndexError(f"there is no row {written(ids[int(np.argmax(gone))])}")
         return numbers, ids - source_base(numbers)
 
+    def id_at(self, place: int) -> int:
+        """Returns the id of the row at a place in their order; -1 is the last one.
+
+        Raises:
+            IndexError: there is no such place.
+        """
+        if not -self.num_rows <= place < self.num_rows:
+            raise IndexError(f"there is no row {place} of {self.num_rows:,} rows")
+        left = place % self.num_rows
+        for source, entry in enumerate(self.entries):
+            if left < entry.num_rows:
+                return source_base(source) + int(entry.row_ids(left, left + 1)[0])
+            left -= entry.num_rows
+        raise AssertionError("the entries have num_rows rows")
+
     def row_ids(self) -> Ids:
         """int64 [N], ids of all rows, entry after entry."""
         return np.concatenate([source_base(k) + one.row_ids() for k, one in enumerate(self.entries)])

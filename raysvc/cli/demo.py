@@ -35,9 +35,9 @@ def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts again, a killed one goes on
         shutil.rmtree(job.run_dir)
     with View() as view:
-        summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
-    show_summary(job.run_dir, summary, as_json)
-    say_if_stopped(summary["steps"])
+        result = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
+    show_summary(job.run_dir, result.metrics, as_json)
+    say_if_stopped(result.global_step)
 
 
 def write_job(folder: Path, num_rows: int) -> Path:

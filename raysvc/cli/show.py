@@ -148,7 +148,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     carried = columns_of_row(values)
     number, (turn,) = values["source_row"], entry.turns([row])
     head = f"row {written(row)} of {entry.num_rows}, {_origin(number, turn)}, {token_counts(picture)}{_carried(carried)}"
-    spans = [list(span) for span in entry.spans(row)]
+    spans = [list(span) for span in entry.row(row).spans]
     removed = _removed(job, entry, number)
     notes = [f"note: {_removed_note(removed, entry)}"] if removed else []
     facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]

@@ -54,12 +54,12 @@ def train(
             where, run = f" --address {address}" if address else "", shlex.quote(job.run_dir)
             view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}")
             view.say(f"look at it, also while it runs: raysvc report {run}; raysvc show {run} --step 0")
-            summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
+            result = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
     except WorkerFailed as error:
         again = shlex.join(["raysvc", *sys.argv[1:]])
         raise WorkerFailed(error.rank, error.call, error.cause, again) from error
-    show_summary(job.run_dir, summary, as_json)
-    say_if_stopped(summary["steps"])
+    show_summary(job.run_dir, result.metrics, as_json)
+    say_if_stopped(result.global_step)
 
 
 def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> None:
@@ -88,7 +88,7 @@ def say_if_stopped(step: int) -> None:
         raise KeyboardInterrupt(f"{step} steps are trained and saved; the same command goes on there")
 
 
-def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
+def show_summary(run_dir: str, summary: Mapping[str, Any], as_json: bool) -> None:
     """The end of a run, for a person or a machine."""
     if as_json:
         emit(summary)

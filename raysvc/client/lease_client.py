@@ -98,11 +98,6 @@ class LeaseClient(ABC, Generic[F, S]):
         self._settle()
         return self._frontier
 
-    @property
-    def orders(self) -> Mapping[int, str]:
-        """`Connection.orders`."""
-        return self._connection.orders
-
     def commit(self, step: int, *, skipped: bool = False, metrics: Mapping[str, float] | None = None) -> None:
         """Say that all steps up to `step` are trained, or that `step` was skipped. Returns immediately; a refusal is raised by
         one of the next calls.
@@ -133,7 +128,11 @@ class LeaseClient(ABC, Generic[F, S]):
         """
         self._feedback.flush()
         self._connection.confirm()
-        state = state_of(self.lease, self.schedule, self.next_step, self.orders, self._decided)
+        return self._state_at(self.next_step)
+
+    def _state_at(self, step: int) -> dict[str, Any]:
+        """Returns the state of a trainer that committed the steps below `step`."""
+        state = state_of(self.lease, self.schedule, step, self._connection.orders, self._decided)
         return {**state, "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

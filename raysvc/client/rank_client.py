@@ -13,33 +13,36 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysvc.actors.server.spec import Role
+from raysvc.client.arguments import optional_text, texts
 from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.meter import DeliveredStep
 from raysvc.client.rank_reader import RankReader, ReadAhead, StepFetch
+from raysvc.client.reach import check_columns, reach
 from raysvc.client.steps import MicroBatch as MicroBatch
 from raysvc.client.steps import RankStep as RankStep
 from raysvc.client.steps import micros_of
-from raysvc.errors import PromptsEnded
+from raysvc.errors import ConfigError, PromptsEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from raysvc.actors.mesh import MeshSeat
     from raysvc.actors.server.spec import Lease
+    from raysvc.client.seats.own_seat import AnyMesh
     from raysvc.client.torch_dataset import RankDataset
 
 
 class RankClient(LeaseClient[StepFetch, RankStep]):
-    """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)` or `raysvc.attach(name, mesh=..., coords=...)`.
+    """One seat of a lease; make it with `raysvc.attach_rank`.
 
     Attributes:
         rank: of data parallelism; its peers in a mesh have the same one, and get the same rows.
@@ -85,7 +88,7 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
         """
         from raysvc.client.torch_dataset import RankDataset
 
-        return RankDataset(self, device)
+        return RankDataset(self, device, self._state_at)
 
     def eval(self, name: str, *, look_ahead_steps: int | None = None) -> RankEval:
         """This rank's part of an eval of the job, from its first step; training does not notice.
@@ -167,28 +170,55 @@ class RankClient(LeaseClient[StepFetch, RankStep]):
 
 
 def attach_rank(
-    server: Any,
     name: str,
-    seat: MeshSeat,
-    group: str | None,
-    reader: str,
-    takeover: bool,
-    limit: Limit,
-    columns: tuple[str, ...] | None,
+    dp_size: int | None = None,
+    *,
+    rank: int | None = None,
+    mesh: AnyMesh | None = None,
+    coords: Mapping[str, int] | None = None,
+    columns: Sequence[str] | None = None,
+    takeover: bool | Literal["force"] = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
 ) -> RankClient:
-    """Take the seat of this process; other arguments as in `raysvc.attach`.
+    """Take one seat of the lease of a running server, in a process that trains one rank: under torchrun, accelerate, Ray Train or Megatron.
+
+    Args:
+        name: as in `raysvc.attach`, like the others that are not named here.
+        dp_size: data-parallel ranks; None: 1 if `rank` is given.
+        rank: data-parallel rank of this process. Without it and `mesh`, the launch says both.
+        mesh: of all processes, if some are peers that train the same rows (tensor, context, pipeline): a `raysvc.Mesh`, a torch
+            `DeviceMesh`, torchtitan's `ParallelDims`, or "launched" (Megatron's parallel state, else accelerate's environment,
+            else torchrun's); replaces `dp_size` and `rank`.
+        coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK, which counts tp first, then cp, then dp.
+        columns: of `plan.columns`, that this process gets, such as those of its pipeline stage; None: all of them.
+        group: what the ranks of one run have in common; None: from the launcher's environment.
 
     Raises:
         LeaseHeld: another group is alive.
-        SeatRefused: another process on that seat is, or the group has another mesh.
+        SeatRefused: another process has these coordinates, or the group has another mesh.
+        ConfigError: arguments that exclude each other; a mesh that does not multiply to the processes of the launch; as `raysvc.attach`.
     """
     from raysvc.actors.launch import wait_for
     from raysvc.client.seats.launched import launched_group
+    from raysvc.client.seats.own_seat import seat_asked_for
 
+    seat = seat_asked_for(mesh, coords, dp_size, rank)
+    wanted = None if columns is None else tuple(texts("attach_rank(columns)", columns))
+    optional_text("attach_rank(group)", group)
+    server, limit = reach("attach_rank", name, takeover, reader, look_ahead_steps, look_ahead_bytes, address)
+    check_columns(server, name, wanted or ())
     method = server.attach_rank.options(concurrency_group="lease")
-    holder = new_holder()
-    mesh = seat.mesh
-    group = group or (launched_group() if mesh.size > 1 else holder)
-    peers = {"mesh": mesh} if mesh.num_peers > 1 else {}  # servers of earlier versions know ranks alone
-    ref = method.remote(group, holder, seat.number, mesh.dp, takeover, reader, limit.steps, **peers)
-    return RankClient(server, wait_for(ref, f"server {name!r}"), seat, limit, columns)
+    holder, own = new_holder(), seat.mesh
+    group = group or (launched_group() if own.size > 1 else holder)
+    peers = {"mesh": own} if own.num_peers > 1 else {}  # servers of earlier versions know ranks alone
+    ref = method.remote(group, holder, seat.number, own.dp, bool(takeover), reader, limit.steps, **peers)
+    client = RankClient(server, wait_for(ref, f"server {name!r}"), seat, limit, wanted)
+    if client.lease.cuts and rank is not None:
+        client.detach()
+        what = f"server {name!r} cuts lines for context parallelism (plan.cp_split), and moves labels"
+        raise ConfigError("attach_rank(rank)", what, "give mesh=raysvc.Mesh(dp=..., cp=...), or leave it out")
+    return client

@@ -10,48 +10,29 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from raysvc.client.data_state import state_of
 from raysvc.collate.loss_weights import loss_scale
 from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
-    from raysvc.actors.server.spec import Lease
     from raysvc.client.steps import MicroBatch
-    from raysvc.plan.schedule import Schedule
 
 
 class RankSteps(Protocol):
     """Declares what a dataset asks of the client or loader that made it."""
 
     @property
-    def lease(self) -> Lease:
-        """Returns what a state says of the rows."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """Steps of the run."""
-
-    @property
     def next_step(self) -> int:
         """The next step to train."""
 
     @property
-    def dp_size(self) -> int:
-        """Ranks."""
-
-    @property
     def loss_ranks(self) -> int:
         """Ranks over which gradients are averaged."""
-
-    @property
-    def orders(self) -> Mapping[int, str]:
-        """`Connection.orders`."""
 
     def micro_batches(self, device: str) -> Iterator[MicroBatch]:
         """Yields micro-batches from the frontier on."""
@@ -77,8 +58,13 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
     gradients that are averaged over ranks (DDP, FSDP); `ends_mini` is true where the optimizer steps.
     """
 
-    def __init__(self, client: RankSteps, device: str) -> None:
-        self._client, self._device = client, device
+    def __init__(self, client: RankSteps, device: str, state_at: Callable[[int], dict[str, Any]]) -> None:
+        """Makes the dataset of a client.
+
+        Args:
+            state_at: returns the client's state once the steps below a number are committed.
+        """
+        self._client, self._device, self._state_at = client, device, state_at
         self._given: list[list[int]] = []  # row ids of the items given out of the step at the frontier
         self._ends_step = False  # whether the last of them is the step's last
         self._num_items: int | None = None  # of the whole run, once it was counted
@@ -118,8 +104,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         client = self._client
         if not self._ends_step:
             return {"client": client.state_dict(), "given": list(self._given)}
-        next_step = state_of(client.lease, client.schedule, client.next_step + 1, client.orders)
-        return {"client": {**next_step, "dp_size": client.dp_size}, "given": []}
+        return {"client": self._state_at(client.next_step + 1), "given": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the items that were given out when `state` was taken.

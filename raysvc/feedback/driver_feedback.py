@@ -68,14 +68,14 @@ class DriverFeedback:
         return self._asked
 
     def set_weights(self, weights: dict[str, float], from_step: int | None) -> int:
-        """See `BatchClient.set_mixture_weights`, also for what it raises."""
+        """See `Decisions.set_mixture_weights`, also for what it raises."""
         if not any(weights.values()):
             what = f"{weights} has none above 0"
             raise ConfigError("set_mixture_weights(weights)", what, "give one source some weight")
         return self._decide(Request(uuid.uuid4().hex, from_step, weights))
 
     def skip_rows(self, row_ids: Numbers, from_step: int | None) -> int:
-        """See `BatchClient.skip_rows`, also for what it raises."""
+        """See `Decisions.skip_rows`, also for what it raises."""
         rows = _row_ids("skip_rows(row_ids)", row_ids).reshape(-1)
         if not len(rows):
             raise ConfigError("skip_rows(row_ids)", "names no row", "give one at least")
@@ -115,7 +115,7 @@ class DriverFeedback:
             self._sender.after_commits("report_rows", outcomes)
 
     def outcomes(self, first: int, stop: int) -> RowOutcomes:
-        """See `BatchClient.row_outcomes`."""
+        """See `Decisions.row_outcomes`."""
         self.flush()
         return RowOutcomes(*self._sender.after_commits("row_outcomes", first, stop))
 

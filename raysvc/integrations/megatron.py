@@ -1,6 +1,6 @@
 """Makes what Megatron's `get_batch` returns, of a micro-batch of a server. Imports megatron-core for packed lines alone.
 
-    client = raysvc.attach(name, mesh="launched")  # after initialize_model_parallel
+    client = raysvc.attach_rank(name)  # after initialize_model_parallel
     for micro in client.micro_batches():
         batch = megatron_batch(micro.tensors, client)
 

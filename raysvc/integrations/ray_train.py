@@ -32,7 +32,7 @@ import ray.train
 from raysvc.builds.job_plan import declared_columns
 from raysvc.cache.entry import Entry
 from raysvc.cache.export.arrow_schema import arrow_type
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.integrations.row_tensors import laid, tensor_of
@@ -180,7 +180,7 @@ class EntryShard:
 
     @cached_property
     def _entry(self) -> Entry:
-        return open_entry(self._data.uri, dict(self._data.storage_options or {}))
+        return open_finished(self._data.uri, dict(self._data.storage_options or {}))
 
     @cached_property
     def _places(self) -> RowPlaces:

@@ -64,7 +64,7 @@ class ServerLoader(ParallelAwareDataloader):  # type: ignore[misc]  # torchtitan
         import raysvc
 
         dims = ParallelDims.from_config(config.parallelism, torch.distributed.get_world_size())
-        self.client = raysvc.attach(config.server, mesh=dims, address=config.address)
+        self.client = raysvc.attach_rank(config.server, mesh=dims, address=config.address)
         try:
             self._refuse(dp_rank, dp_world_size)
         except ConfigError:

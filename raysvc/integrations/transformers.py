@@ -1,7 +1,7 @@
 """The `Trainer` of `transformers`, and its subclasses, on a batch server. Extra: `raysvc[hf]`.
 
     class MyTrainer(FromServer, Trainer):
-        client = raysvc.attach("sft-1", dp_size=world_size, rank=rank)
+        client = raysvc.attach_rank("sft-1", dp_size=world_size, rank=rank)
 
 Always true:
 - one optimizer step of the Trainer is one mini-batch, however many micro-batches a rank has of it;

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.builds.job_plan import declared_columns
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
 from raysvc.integrations.row_tensors import laid, tensor_of
@@ -39,7 +39,7 @@ def labelled(uri: str, storage_options: Mapping[str, Any] | None = None, *, row_
     """
     from datasets import load_from_disk
 
-    entry = open_entry(uri, dict(storage_options or {}))
+    entry = open_finished(uri, dict(storage_options or {}))
     tokens = f"{entry.store.url}/{entry.folders[-1]}"  # where the tokens lie, whatever was computed for them
     rows = load_from_disk(tokens, storage_options=dict(storage_options or {}) or None)
     names = ["input_ids", "loss_mask"]
@@ -75,7 +75,7 @@ class WithColumns:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._collate, self._columns = collate, tuple(columns)
-        self._entry = open_entry(uri, dict(storage_options or {}))
+        self._entry = open_finished(uri, dict(storage_options or {}))
         carried = declared_columns(self._entry.recipe)
         self._pads = {name: carried[name]["pad"] if name in carried else 0 for name in self._columns}
         first = self._entry.read(np.array([self._entry.first_row()]))

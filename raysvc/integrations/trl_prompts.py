@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` on a batch server of prompts: rows, order and resume are the server's. Extra: `raysvc[trl]`.
 
     class Grpo(PromptsFromServer, GRPOTrainer):
-        client = raysvc.attach("prompts", dp_size=world_size, rank=rank)
+        client = raysvc.attach_rank("prompts", dp_size=world_size, rank=rank)
 
 A generation batch is what TRL generates at once: `generation_batch_size` completions, `num_generations` of each of its prompts.
 It is trained in `steps_per_generation * num_iterations` forwards of a rank, `gradient_accumulation_steps` of them an

@@ -1,7 +1,7 @@
 """TRL's own trainers on a batch server: rows, order and resume are the server's. Extra: `raysvc[trl]`.
 
     class Dpo(PairsFromServer, DPOTrainer):
-        client = raysvc.attach("pairs", dp_size=world_size, rank=rank)
+        client = raysvc.attach_rank("pairs", dp_size=world_size, rank=rank)
 
 Axes: P pairs of a micro-batch, L its width.
 Always true:

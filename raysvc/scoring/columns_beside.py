@@ -23,7 +23,7 @@ from raysvc.builds.build import held_generation
 from raysvc.builds.build_beside import STOP_S, BuildBeside, BuildStopped
 from raysvc.builds.find_or_build import as_one
 from raysvc.cache import names
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.generations import build_generation
 from raysvc.cache.growing.added_entry import AddedEntry
 from raysvc.cache.growing.coming import AddedSpec
@@ -217,7 +217,7 @@ class _Layer:
         while not self.base.is_finished():
             go_on()
             time.sleep(POLL_S)
-        self._work.base = open_entry(self.base.uri, self._work.job.cache.storage_options)
+        self._work.base = open_finished(self.base.uri, self._work.job.cache.storage_options)
         self._work.commit([done[index] for index in sorted(done)], began_s)
 
     def _follow(self, order: Sequence[int], workers: PoolConfig | None, go_on: Callable[[], None]) -> Never:

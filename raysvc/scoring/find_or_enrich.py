@@ -20,7 +20,7 @@ import numpy as np
 from raysvc.builds.build import Resumable, held_generation
 from raysvc.builds.build_progress import source_tag
 from raysvc.builds.find_or_build import run
-from raysvc.cache.find import find_entry, open_entry
+from raysvc.cache.find import find_entry, open_finished
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.growing.added_entry import of_rows
 from raysvc.cache.use_marker import Hold, share, this_process
@@ -167,7 +167,7 @@ class EnrichBuild(Resumable):
         self._check_unchanged()
         report = self._report(receipts, time.perf_counter() - began_s)
         self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
-        return open_entry(self.writer.uri, self.job.cache.storage_options)
+        return open_finished(self.writer.uri, self.job.cache.storage_options)
 
     def computed(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.lookup import explain_job
 from raysvc.builds.mixed_job import jobs_of
-from raysvc.cache.find import find_entry, open_entry
+from raysvc.cache.find import find_entry, open_finished
 from raysvc.cache.key import ADDED
 from raysvc.errors import ConfigError
 from raysvc.progress import Progress, silent
@@ -99,7 +99,7 @@ def explain_columns(job: JobConfig, source: str, root: str) -> dict[str, Any]:
     """
     found = explain_job(job, root)
     added: list[dict[str, Any]] = []
-    entry = open_entry(found["uri"], job.cache.storage_options) if found["hit"] else None
+    entry = open_finished(found["uri"], job.cache.storage_options) if found["hit"] else None
     for each in wanted_columns(job, source):
         if entry is None:
             break

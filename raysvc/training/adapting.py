@@ -87,10 +87,10 @@ class MixtureAdapter:
         ):
             return
         weights = {name: one.weight or 0.0 for name, one in sources.items()}
-        for one in client.decisions():
+        for one in client.decisions:
             if one["weights"] is not None and one["from_step"] < from_step:
                 weights = {**weights, **one["weights"]}
-        told = client.row_outcomes(done - every, done)
+        told = client.decisions.row_outcomes(done - every, done)
         names = np.array(self._entry.sources_of(told.row_ids))
         losses = {
             name: (
@@ -101,7 +101,7 @@ class MixtureAdapter:
         }
         changed = starved(weights, losses, self._adapt.starve_above)
         if changed is not None:
-            client.set_mixture_weights(changed, from_step=from_step)
+            client.decisions.set_mixture_weights(changed, from_step=from_step)
             gone = [name for name, weight in changed.items() if weight < weights[name]]
             log.warning("starved sources=%s from_step=%d losses=%s", ",".join(gone), from_step, losses)
 

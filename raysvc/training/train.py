@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,23 @@ log = logging.getLogger(__name__)
 LEAST_CPUS = 2  # so that the two ranks of the demo run on any machine
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        global_step: steps that are trained.
+        metrics: what `<path>/summary.json` holds: losses, evals, rows trained and left out, speed, stalls.
+        path: run folder.
+        model: folder of the trained model; None: the run did not come to its end.
+    """
+
+    global_step: int
+    metrics: Mapping[str, Any]
+    path: Path
+    model: Path | None
+
+
 def _never() -> bool:
     return False
 
@@ -45,8 +63,8 @@ def train(
     progress: Progress = silent,
     should_stop: Callable[[], bool] = _never,
     **overrides: Any,
-) -> dict[str, Any]:
-    """Run a whole job; returns the summary that is also written to `<run_dir>/summary.json`.
+) -> TrainResult:
+    """Run a whole job; goes on where an earlier call of it stopped.
 
     Args:
         should_stop: asked after every step; True ends the run there, with a checkpoint.
@@ -88,7 +106,9 @@ def train(
             from raysvc.training.train_loop import run_job
 
             there = None if complete else ray_there
-            return run_job(job, folder, checkpoint, address, there, progress, should_stop, begin)
+            metrics = run_job(job, folder, checkpoint, address, there, progress, should_stop, begin)
+            model = folder.model if metrics["model"] else None
+            return TrainResult(metrics["steps"], metrics, folder.path, model)
         except CheckpointDamaged as error:
             _step_back(folder, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,9 +208,8 @@ class _Run:
             server = serve_entry(
                 job, self.entry, address=address, detached=job.server.detached, trainer_node=group.node_id
             )
-            with _attach_when_free(job, server) as client:
-                if job.server.collators:
-                    client.collate_on(group.node_ids())
+            nodes = group.node_ids() if job.server.collators else None
+            with _attach_when_free(job, server, nodes) as client:
                 return self._train(client, group, setup)
         finally:
             if self.build is not None:
@@ -455,7 +454,7 @@ def _learning_rate(job: JobConfig, schedule: Schedule, stop: int) -> LearningRat
     )
 
 
-def _attach_when_free(job: JobConfig, server: ServerHandle) -> BatchClient:
+def _attach_when_free(job: JobConfig, server: ServerHandle, nodes: Sequence[str] | None) -> BatchClient:
     """Attach; a lease that a killed trainer left behind is waited for until it runs out.
 
     Raises:
@@ -464,7 +463,12 @@ def _attach_when_free(job: JobConfig, server: ServerHandle) -> BatchClient:
     until = time.monotonic() + job.server.lease_ttl_s + 1.0
     while True:
         try:
-            return attach(server.name, job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps)
+            return attach(
+                server.name,
+                job.trainer.dp_size,
+                locality_hints=nodes,
+                look_ahead_steps=job.server.look_ahead_steps,
+            )
         except LeaseHeld as error:
             if time.monotonic() > until:
                 raise

@@ -105,7 +105,7 @@ def test_what_was_forgotten_summed_up_or_written_in_vain_is_not_missed(
     with owned(tmp_path) as rollouts:
         for step in range(9):
             some_steps(rollouts, range(step, step + 1))
-            rollouts.forget_below(step)
+            rollouts.delete_before(step)
         assert not rollouts.pool.groups_below(7)
     there = sorted(numbers(tmp_path))
     assert len(there) < there[-1] / 3, "most are gone"
@@ -123,14 +123,14 @@ def test_to_forget_reads_nothing_of_what_was_forgotten_before(
     with owned(tmp_path) as rollouts:
         for step in range(12):
             some_steps(rollouts, range(step, step + 1))
-            rollouts.forget_below(step + 1)
+            rollouts.delete_before(step + 1)
             assert not list(tmp_path.glob("groups/*")), "it is removed"
             if step == 0:
                 read.clear()
         assert [path for path in read if "forgotten" in path] == []
         put(rollouts, 99)
         rollouts.store.drop(["g99"])
-        assert rollouts.forget_below(12) == rollouts.forget_below(3) == 0, "nothing more was forgotten"
+        assert rollouts.delete_before(12) == rollouts.delete_before(3) == 0, "nothing more was forgotten"
         assert len(list(tmp_path.glob("groups/*"))) == 1
 
 
@@ -226,5 +226,5 @@ def do(rollouts: RolloutStream, act: str, n: int, frontier: int, patch: pytest.M
     elif act == "reserve":
         store.reserve([f"r{n}"], frontier, "me")
     elif act == "forget":
-        rollouts.forget_below(max(0, frontier - n % 2))
+        rollouts.delete_before(max(0, frontier - n % 2))
     return frontier

@@ -618,9 +618,9 @@ def test_what_could_not_be_forgotten_is_still_known_and_never_trained_again(
     with monkeypatch.context() as broken:
         broken.setattr(Spool, "forget", full)
         with pytest.raises(OSError, match="full"):
-            rollouts.forget_below(2)
+            rollouts.delete_before(2)
     assert rollouts.pool.kept_from == 0
-    rollouts.forget_below(3)
+    rollouts.delete_before(3)
     again = stream(tmp_path, max_staleness=9)
     for one in (rollouts, again):
         assert [ready.key[0] for ready in one.pool.ready] == ["g6", "g7", "g8", "g9"]

@@ -37,7 +37,7 @@ def test_a_forgotten_group_costs_a_digest_of_its_name(tmp_path: Path) -> None:
                 step += 1
             stream.store.let_go_below(step)
             stream.store.set_version(step, step)
-            stream.forget_below(step)
+            stream.delete_before(step)
 
     assert _objects_of_each(live, 1000, 5000) < MOST_OBJECTS
 

@@ -234,7 +234,7 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
     folder = str(tmp_path / "rollouts")
     first = filled(folder)
     expected = seen(first, range(2, 4))
-    assert first.forget_below(2) == 3, "put (0 1 2) and two steps; put (3 4) is needed"
+    assert first.delete_before(2) == 3, "put (0 1 2) and two steps; put (3 4) is needed"
     assert seen(first, range(2, 4)) == expected
     again = rollout_stream(folder)
     assert seen(again, range(2, 4)) == expected
@@ -246,8 +246,8 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
     again.put(groups_table([9]))
     assert again.form(4, 4)
     assert again.pool.steps[4] == [("g8", 0), ("g9", 0)]
-    assert again.forget_below(1) == 0
-    assert again.forget_below(5) == 7, "four puts and three steps"
+    assert again.delete_before(1) == 0
+    assert again.delete_before(5) == 7, "four puts and three steps"
     assert Spool(folder).names() == []
     last = rollout_stream(folder)
     assert (last.put(groups_table([3, 10])) or ())[:2] == (1, 1)
@@ -339,7 +339,7 @@ for point in range(9):
         left = [point]
         PosixStore._publish = dying(PosixStore._publish, left)
         PosixStore.delete = dying(PosixStore.delete, left)
-        stream.forget_below(3)
+        stream.delete_before(3)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
@@ -356,7 +356,7 @@ def test_a_death_at_any_point_of_forgetting_loses_no_group_and_trains_none_twice
         stream = rollout_stream(str(tmp_path / str(point)))
         assert seen(stream, range(3, 4)) == expected
         assert stream.pool.kept_from == (3 if point > 1 else 0)
-        stream.forget_below(3)
+        stream.delete_before(3)
         assert len(Spool(str(tmp_path / str(point))).names()) == 2, (
             "what was left is removed by the next call"
         )

@@ -68,9 +68,9 @@ def test_a_run_trains_while_its_entry_is_built_and_both_are_what_they_would_be(
 ) -> None:
     ahead = windowed(tmp_path, sample, "ahead", "ahead-cache")
     built = raysvc.tokenize(load_job(ahead))
-    whole = raysvc.train(ahead)
+    whole = raysvc.train(ahead).metrics
     assert whole["cache"]["hit"]
-    beside = raysvc.train(windowed(tmp_path, sample, "beside", "beside-cache"))
+    beside = raysvc.train(windowed(tmp_path, sample, "beside", "beside-cache")).metrics
     assert not beside["cache"]["hit"]
     assert logged(tmp_path, "ahead") == logged(tmp_path, "beside")
     entry = find_entry(open_store(str(tmp_path / "beside-cache")), built.key)
@@ -78,7 +78,7 @@ def test_a_run_trains_while_its_entry_is_built_and_both_are_what_they_would_be(
     assert entry.table().equals(built.table())
     sums = [[part.checksum for part in one.manifest.parts] for one in (entry, built.entries[0])]  # type: ignore[union-attr]
     assert sums[0] == sums[1]
-    hit = raysvc.train(windowed(tmp_path, sample, "hit", "beside-cache"))
+    hit = raysvc.train(windowed(tmp_path, sample, "hit", "beside-cache")).metrics
     assert hit["cache"]["hit"]
     assert logged(tmp_path, "hit") == logged(tmp_path, "ahead")
 
@@ -149,7 +149,7 @@ def stop():
                 ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
                 print("killed the builder")
     return False
-print(raysvc.train(sys.argv[1], should_stop=stop)["stalls"]["by_cause"])
+print(raysvc.train(sys.argv[1], should_stop=stop).metrics["stalls"]["by_cause"])
 """
 
 

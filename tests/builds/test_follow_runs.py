@@ -35,7 +35,7 @@ def stop():
     if sys.argv[2] == "server" and len(steps) == 3:
         ray.kill(find_server("followed"), no_restart=False)
     return False
-print(raysvc.train(sys.argv[1], should_stop=stop)["steps"])
+print(raysvc.train(sys.argv[1], should_stop=stop).metrics["steps"])
 """
 
 

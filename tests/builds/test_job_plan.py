@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.builds.cache_entry import open_cache
+from raysvc.builds.cache_entry import open_entry
 from raysvc.builds.job_plan import plan_config
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
@@ -44,7 +44,7 @@ def test_a_model_that_does_not_tell_its_sizes_leaves_the_plan_as_it_is(
 
 
 def test_a_pad_of_a_column_that_nobody_has_is_refused(entry: Callable[..., str], tmp_path: Path) -> None:
-    rows = open_cache(entry(4))
+    rows = open_entry(entry(4))
     known = job(tmp_path, pad_values={"labels": -1, "ref_logprobs": 0})
     assert plan_config(known, rows).pad_values == {"labels": -1, "ref_logprobs": 0}
     with pytest.raises(ConfigError, match=r"pad_values: 'label' is not a column of this job; known are"):

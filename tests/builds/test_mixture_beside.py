@@ -469,10 +469,10 @@ def test_a_mixture_trains_while_its_entries_are_built_and_all_is_what_it_would_b
 ) -> None:
     ahead = mixed(tmp_path, sample, "ahead", "ahead-cache")
     raysvc.tokenize(load_job(ahead))
-    whole = raysvc.train(ahead)
+    whole = raysvc.train(ahead).metrics
     assert whole["cache"]["hit"]
     path = mixed(tmp_path, sample, "beside", "beside-cache")
-    beside = raysvc.train(path)
+    beside = raysvc.train(path).metrics
     assert not beside["cache"]["hit"]
     assert beside["steps"] == whole["steps"]
     assert logged(tmp_path, "ahead") == logged(tmp_path, "beside")

@@ -434,7 +434,7 @@ def test_a_dataset_is_served_and_a_mixture_takes_one_beside_files(
     }  # fmt: skip
     server = raysvc.serve(job, source=dataset(rows[:64], 3), name="from-ray", detached=False)
     assert server.num_rows == 64
-    with raysvc.attach("from-ray", rank=0) as client:
+    with raysvc.attach_rank("from-ray", rank=0) as client:
         step = next(iter(client.steps(stop=1)))
     assert step.shards[0].row_ids.tolist() != []
     mixture = {

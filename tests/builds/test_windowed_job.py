@@ -177,7 +177,7 @@ def test_a_mixture_of_a_windowed_and_a_full_source_is_served_and_counted_by_sour
     assert by_source["tale"] == 2 * sum(1 + n % 2 for n in range(20))
     texts = {"talk": "talk", "tale": "tale"}
     for row, name in zip(every[:30], entry.sources_of(every[:30]), strict=True):
-        assert texts[name] in entry.text(row)
+        assert texts[name] in entry.row(row).text
     planned = run_json("plan", "-c", str(path), "--step", "3")["rows"]
     assert {row["source"] for row in planned} <= {"talk", "tale"}
     values = RowValues(
@@ -237,9 +237,9 @@ def test_a_windowed_run_goes_on_in_the_middle_of_a_window_on_other_ranks(
         }
         return job_file(tmp_path, sample, rows, plan=plan, server={"name": name}, trainer=trainer)
 
-    whole = raysvc.train(job("whole"))
+    whole = raysvc.train(job("whole")).metrics
     raysvc.train(job("cut"), trainer={"max_steps": 5})
-    rest = raysvc.train(job("cut"), trainer={"dp_size": 1, "resume": "changed"})
+    rest = raysvc.train(job("cut"), trainer={"dp_size": 1, "resume": "changed"}).metrics
     assert rest["resumed_from"] == 5
     assert rest["steps"] == whole["steps"] == 16
     logs = [(tmp_path / name / "rows.jsonl").read_bytes() for name in ("whole", "cut")]

@@ -297,7 +297,7 @@ def test_a_process_that_only_opens_holds_neither_for_ever(base: Entry) -> None:
     """Opening marks nothing; reading holds the entry, whose marker in the base is enough."""
     entry = add(base)
     del_hold(base)
-    code = f"from raysvc.cache.find import open_entry; entry = open_entry({entry.uri!r}); entry.row(0); import os; os._exit(0)"
+    code = f"from raysvc.cache.find import open_finished; entry = open_finished({entry.uri!r}); entry.row(0); import os; os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert any(names.USE.fullmatch(name) for name in base.store.list(entry.folder))
     assert not any(names.USE.fullmatch(name) for name in base.store.list(base.folder))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import collect_garbage, find_entry, list_entries, open_entry
+from raysvc.cache.find import collect_garbage, find_entry, list_entries, open_finished
 from raysvc.cache.key import cache_key
 from raysvc.cache.local.part_cache import PartCopies, copies_from, node_copies
 from raysvc.cache.local.part_reader import READ_AHEAD
@@ -110,7 +110,7 @@ def test_a_column_that_is_not_one_number_a_row_is_refused_by_name(store, name):
 def test_an_entry_is_opened_by_its_name_alone_in_its_folder(tmp_path, monkeypatch):
     build(open_store(str(tmp_path)), make_slices(SIZES))
     monkeypatch.chdir(tmp_path)
-    assert open_entry(KEY).num_rows == 13
+    assert open_finished(KEY).num_rows == 13
 
 
 def test_an_entry_without_any_row_can_be_read(store):
@@ -151,7 +151,7 @@ def test_datasets_opens_an_entry_as_it_is(tmp_path):
 
     slices = make_slices(SIZES)
     build(open_store(str(tmp_path)), slices)
-    loaded = datasets.load_from_disk(open_entry(f"{tmp_path}/{KEY}").uri)
+    loaded = datasets.load_from_disk(open_finished(f"{tmp_path}/{KEY}").uri)
     assert loaded.features == datasets.Features(
         {
             "input_ids": datasets.List(datasets.Value("int32")),
@@ -173,7 +173,7 @@ def test_the_files_for_datasets_are_fixed_when_a_builder_died_before_them(tmp_pa
     store = open_store(str(tmp_path))
     build(store)
     (tmp_path / KEY / "state.json").unlink()
-    assert open_entry(f"{tmp_path}/{KEY}").verify()[0].name == "state.json"
+    assert open_finished(f"{tmp_path}/{KEY}").verify()[0].name == "state.json"
     find_entry(store, KEY)
     assert len(datasets.load_from_disk(f"{tmp_path}/{KEY}")) == 12
 
@@ -182,7 +182,7 @@ def test_opening_reads_no_part_of_a_remote_entry(s3: S3):
     store = s3.store()
     build(store)
     with proxy(s3) as seen:
-        entry = open_entry(f"{store.url}/{KEY}", seen.options)
+        entry = open_finished(f"{store.url}/{KEY}", seen.options)
         assert entry.num_rows == 12
         assert [line for line in seen.proxy.seen if ".arrow" in line] == []
 
@@ -190,8 +190,8 @@ def test_opening_reads_no_part_of_a_remote_entry(s3: S3):
 def test_reading_imports_nothing_heavy(tmp_path):
     build(open_store(str(tmp_path)))
     code = (
-        "import sys, numpy; from raysvc.cache.find import open_entry;"
-        f"e = open_entry({str(tmp_path / KEY)!r}); e.read(e.row_ids()); e.lengths(); e.table(); e.verify();"
+        "import sys, numpy; from raysvc.cache.find import open_finished;"
+        f"e = open_finished({str(tmp_path / KEY)!r}); e.read(e.row_ids()); e.lengths(); e.table(); e.verify();"
         "print({'pandas', 'ray', 'torch', 'datasets', 'fsspec'} & set(sys.modules))"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -242,7 +242,7 @@ class TestDamage:
         with pytest.raises(EntryError, match=f"{path.name}: it is missing"):
             entry.row(parse("0:2:1"))
         with pytest.raises(EntryError, match=f"{path.name}: it is missing"):
-            open_entry(entry.uri)
+            open_finished(entry.uri)
 
     def test_a_truncated_part_is_found_and_the_entry_not_opened(self, built):
         store, folder = built
@@ -253,7 +253,7 @@ class TestDamage:
         with pytest.raises(EntryError, match=f"{path.name}.*bytes instead of"):
             entry.row(parse("0:2:1"))
         with pytest.raises(EntryError, match=f"{path.name}.*bytes instead of"):
-            open_entry(entry.uri)
+            open_finished(entry.uri)
 
     def test_a_flipped_byte_in_the_manifest_is_found(self, built):
         from raysvc.cache.verify import verify_folder
@@ -263,7 +263,7 @@ class TestDamage:
         path.write_bytes(path.read_bytes().replace(b'"num_rows":5', b'"num_rows":4'))
         assert [(p.name, p.kind) for p in verify_folder(store, KEY)] == [("manifest.json", "content")]
         with pytest.raises(EntryError, match=r"manifest\.json: its checksum"):
-            open_entry(str(folder))
+            open_finished(str(folder))
 
     def test_files_that_follow_from_the_manifest_are_written_again(self, built):
         from raysvc.cache.verify import repair, verify_folder
@@ -310,7 +310,7 @@ class TestDamage:
         assert path.name in (folder / "damaged.json").read_text()
         assert find_entry(store, KEY) is None
         with pytest.raises(EntryError, match="marked as damaged"):
-            open_entry(str(folder))
+            open_finished(str(folder))
         build(store, make_slices(SIZES))
         assert find_entry(store, KEY).folder == f"{KEY}.1"
         assert find_entry(store, KEY).verify() == []
@@ -324,7 +324,7 @@ class TestDamage:
         manifest = json.loads((folder / "manifest.json").read_text()) | {"format": 4, "readable_since": "9.9"}
         entry = find_entry(store, KEY)
         (folder / "manifest.json").write_text(json.dumps(manifest))
-        for call in (lambda: find_entry(store, KEY), lambda: open_entry(str(folder)), entry.verify):
+        for call in (lambda: find_entry(store, KEY), lambda: open_finished(str(folder)), entry.verify):
             with pytest.raises(EntryTooNew, match=r"install raysvc 9\.9"):
                 call()
 
@@ -333,7 +333,7 @@ class TestDamage:
         other = cache_key({"other": 1})
         folder.rename(tmp_path / other)
         with pytest.raises(EntryError, match="belongs to"):
-            open_entry(f"{store.url}/{other}")
+            open_finished(f"{store.url}/{other}")
 
     def test_a_bad_entry_is_named_and_built_anew_beside_it(self, built, caplog):
         store, folder = built
@@ -363,9 +363,9 @@ class TestDamage:
         with pytest.raises(EntryError, match="has not finished"):
             Entry.open(store, KEY)
         with pytest.raises(EntryError, match="there is no such entry"):
-            open_entry(f"{tmp_path}/nothing")
+            open_finished(f"{tmp_path}/nothing")
         with pytest.raises(EntryError, match="is not the key of an entry"):
-            open_entry(f"{tmp_path}/..")
+            open_finished(f"{tmp_path}/..")
 
 
 class TestRemote:

@@ -16,7 +16,7 @@ import pytest
 
 from raysvc.cache import names, use_marker
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation, open_entry
+from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation, open_finished
 from raysvc.cache.key import cache_key
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.open import open_store
@@ -104,7 +104,7 @@ def test_a_build_that_stopped_long_ago_goes_and_one_that_goes_on_stays(store):
 def test_an_old_entry_is_marked_first_and_removed_a_grace_period_later(store):
     build(store)
     age(store, KEY, 10 * DAY_S)
-    entry = open_entry(f"{store.url}/{KEY}")
+    entry = open_finished(f"{store.url}/{KEY}")
     (mark,) = [one for one in collect_garbage(store, older_than_s=7 * DAY_S) if one.action == "marked"]
     assert (mark.folder, mark.num_bytes > 0) == (KEY, True)
     assert "was not used for 864" in mark.reason
@@ -279,12 +279,12 @@ class TestUse:
 
     def test_an_entry_that_a_reader_has_open_is_held_until_it_is_let_go_of(self, store):
         build(store)
-        entry = open_entry(f"{store.url}/{KEY}")
+        entry = open_finished(f"{store.url}/{KEY}")
         entry.row(0)
         age(store, KEY, 10 * DAY_S, *(n for n in store.list(KEY) if not names.USE.fullmatch(n)))
         assert collect_garbage(store, older_than_s=0, max_bytes=0, grace_s=0) == []
         assert entry.row(entry.row_ids()[7])["source_row"] == 7
-        assert open_entry(entry.uri).verify() == []
+        assert open_finished(entry.uri).verify() == []
         del entry
         wait_until(lambda: not any(names.USE.fullmatch(name) for name in store.list(KEY)))
         collect_garbage(store, older_than_s=0, grace_s=0)

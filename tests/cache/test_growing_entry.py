@@ -20,7 +20,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import Role, ServeSpec, SourceSpec
 from raysvc.actors.server.step_maker import StepMaker
 from raysvc.cache import names
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.growing import slice_receipts
 from raysvc.cache.growing.coming import GrowingSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry
@@ -397,7 +397,7 @@ def test_once_an_entry_is_finished_its_manifest_names_the_parts_and_the_folder_i
     source.finish()
     assert entry.is_finished()
     assert entry.wait_for([0]) >= 0
-    manifest = open_entry(source.uri).manifest
+    manifest = open_finished(source.uri).manifest
     assert entry.columns == manifest.columns
     assert list(entry.parts.parts[:]) == list(manifest.parts)
     assert entry.parts.parts[1].name == early.name

@@ -16,7 +16,7 @@ from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import MixtureSpec, SourceSpec
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.growing import slice_receipts
 from raysvc.errors import EntryError
 from raysvc.job.config import PlanConfig
@@ -180,7 +180,7 @@ def test_positions_in_entries_that_grow_are_apart(tmp_path: Path) -> None:
     [mini] = info.mini_batches
     for one in sources:
         one.finish()
-    tables = [open_entry(one.uri).table().to_pylist() for one in sources]
+    tables = [open_finished(one.uri).table().to_pylist() for one in sources]
     wanted = sorted(row["input_ids"] for table in tables for row in table)
     shard = shards[0]
     lengths = shard.arrays["seq_lengths"].tolist()

@@ -8,7 +8,7 @@ import pyarrow.dataset
 import pytest
 
 from raysvc.cache.export.parquet_export import export_parquet
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.store.open import open_store
 from raysvc.errors import EntryError
 
@@ -21,7 +21,7 @@ COLUMNS = ["input_ids", "loss_mask", "logprobs", "source_row", "solved", "reward
 def built(tmp_path):
     slices = make_slices((5, 0, 7))
     build(open_store(str(tmp_path)), slices)
-    return open_entry(f"{tmp_path}/{KEY}"), pa.concat_tables(slices)
+    return open_finished(f"{tmp_path}/{KEY}"), pa.concat_tables(slices)
 
 
 def test_parts_are_plain_arrow_streams(built):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raysvc.cache import manifest, names, part_table
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import collect_garbage, find_entry, open_entry
+from raysvc.cache.find import collect_garbage, find_entry, open_finished
 from raysvc.cache.growing.coming import GrowingSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.key import ADDED, cache_key
@@ -311,7 +311,7 @@ def test_an_entry_that_grows_goes_on_from_the_table_of_the_finished_one(tmp_path
     assert entry.store.taken() == ["manife", "parts-", "parts-"], "the cut of the source, and one page"
     assert entry.parts.parts[2] == early
     assert list(entry.parts.parts[:]) == list(made.parts)
-    finished = open_entry(f"{tmp_path}/{KEY}")
+    finished = open_finished(f"{tmp_path}/{KEY}")
     assert finished.source_rows.tolist() == entry.source_rows.tolist() == list(SIZES)
     assert "source_rows" not in finished.report, "it lies in the table"
     other = GrowingSpec(key=KEY, recipe=RECIPE, report={"source_rows": [*SIZES[:-1], 8]}, contents=contents)

@@ -82,6 +82,15 @@ def test_one_row_is_the_row_of_its_entry(joined, rows):
     ]
 
 
+def test_places_count_from_both_ends_over_all_entries(joined):
+    ids = joined.row_ids().tolist()
+    assert [joined.id_at(place) for place in range(len(ids))] == ids
+    assert [joined.id_at(place) for place in range(-len(ids), 0)] == ids
+    for beyond in (len(ids), -len(ids) - 1):
+        with pytest.raises(IndexError, match="no row"):
+            joined.id_at(beyond)
+
+
 @pytest.mark.parametrize("row", [-1, parse("3:0:0"), parse("0:9:0"), parse("1:0:99"), parse("2:0:0")])
 def test_a_row_that_is_not_there_is_an_error(joined, row):
     with pytest.raises(IndexError, match="no row"):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.builds.cache_entry import open_cache
+from raysvc.builds.cache_entry import open_entry
 from raysvc.builds.entry_report import Report
 from raysvc.cache import manifest, names
 from raysvc.cache.find import find_entry
@@ -293,9 +293,9 @@ class TestTokenizer:
         (folder,) = tmp_path.glob("[0-9a-f]*")
         folder.rename(tmp_path / json.loads((folder / "manifest.json").read_text())["key"])
         (folder,) = tmp_path.glob("[0-9a-f]*")
-        entry = open_cache(str(folder))
-        assert entry.text(0) == "What is 1+1?"
-        assert entry.spans(0) == [("What is 1+1?", True)]
+        entry = open_entry(str(folder))
+        assert entry[0].text == "What is 1+1?"
+        assert entry[0].spans == [("What is 1+1?", True)]
 
     def test_code_beside_a_manifest_is_never_run(self, tmp_path, sample):
         evil = tmp_path / "evil"
@@ -306,18 +306,18 @@ class TestTokenizer:
         (evil / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto, "tokenizer_class": "Evil"}))
         (evil / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
         named = {"name": str(evil), "trust_remote_code": True}
-        entry = open_cache(str(self.entry(tmp_path / "cache", sample, tokenizer=named)))
-        assert entry.text(0) == "What is 1+1?"
+        entry = open_entry(str(self.entry(tmp_path / "cache", sample, tokenizer=named)))
+        assert entry[0].text == "What is 1+1?"
         assert not mark.exists()
 
     def test_other_bytes_than_the_recipe_names_are_refused(self, tmp_path, sample):
         folder = self.entry(tmp_path, sample)
         (folder / "tokenizer.json").write_bytes(b"{}")
         with pytest.raises(EntryError, match=r"tokenizer\.json: its bytes are not those"):
-            open_cache(str(folder)).text(0)
+            str(open_entry(str(folder))[0].text)
         (folder / "tokenizer.json").unlink()
         with pytest.raises(TokenizerError, match="keeps no tokenizer"):
-            open_cache(str(folder)).text(0)
+            str(open_entry(str(folder))[0].text)
 
     @pytest.mark.parametrize("content", [b"{}", b"\xff", b"[" * 10_000, b'{"model": 3}'])
     def test_bytes_that_are_no_tokenizer_are_a_typed_error(self, tmp_path, sample, content):
@@ -327,4 +327,4 @@ class TestTokenizer:
         writer = EntryWriter(open_store(str(tmp_path)), cache_key(recipe))
         writer.commit([writer.write_part(0, make_table(3), {})], recipe, {}, content)
         with pytest.raises(RaysvcError, match=r"tokenizer\.json: it is not a tokenizer"):
-            _ = open_cache(writer.uri).tokenizer
+            _ = open_entry(writer.uri).tokenizer

@@ -111,7 +111,7 @@ def test_entries_are_listed_shown_verified_and_damage_is_named(job: Path, tmp_pa
     assert result.exit_code == 1
     assert part.name in result.stderr
     with pytest.raises(raysvc.errors.EntryError, match="damaged"):
-        raysvc.open_cache(built.uri)
+        raysvc.open_entry(built.uri)
     rebuilt = raysvc.tokenize(job, cache={"root": str(tmp_path / "mine")})
     assert (rebuilt.hit, rebuilt.num_rows) == (False, 240)
 

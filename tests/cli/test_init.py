@@ -373,6 +373,6 @@ def test_the_job_that_is_written_learns_within_twenty_steps(
     assert "next: raysvc show" in run(str(data), "--tokenizer", sample["tokenizer"], "--out", str(out)).output
     summary = raysvc.train(
         load_job(out), cache={"root": str(tmp_path / "cache")}, trainer={"run_dir": str(tmp_path / "run")}
-    )
+    ).metrics
     assert summary["steps"] >= 20
     assert summary["loss_last"] < 0.8 * summary["loss_first"]

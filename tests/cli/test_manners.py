@@ -351,7 +351,7 @@ def test_the_first_ctrl_c_ends_a_run_after_its_step_and_the_same_command_goes_on
     assert checkpoint.state["data"]["frontier"] == checkpoint.step
     assert (folder.summary() or {})["steps"] == checkpoint.step
 
-    summary = raysvc.train(job, trainer={"max_steps": checkpoint.step + 1, "resume": "changed"})
+    summary = raysvc.train(job, trainer={"max_steps": checkpoint.step + 1, "resume": "changed"}).metrics
     assert (summary["resumed_from"], summary["steps"]) == (checkpoint.step, checkpoint.step + 1)
 
 

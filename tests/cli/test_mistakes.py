@@ -222,14 +222,22 @@ def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
     html, row = entry._repr_html_(), entry.row(3)
     assert "<summary>2 of 2 quarantined rows</summary>" in html
     assert all(f">{example['source_row']}</td>" in html for example in entry.report["examples"])
-    assert "".join(text for text, _ in row.spans()) == entry.text(3)
+    assert "".join(text for text, _ in row.spans) == entry[3].text
     shown = (
         re.sub(r"</?mark>", "", row._repr_html_()),
         re.findall("<mark>(.*?)</mark>", row._repr_html_(), re.DOTALL),
     )
-    assert escape(entry.text(3)) in shown[0]
-    assert shown[1] == [escape(text) for text, trained in row.spans() if trained] != []
+    assert escape(entry[3].text) in shown[0]
+    assert shown[1] == [escape(text) for text, trained in row.spans if trained] != []
     assert pickle.loads(pickle.dumps(row)) == dict(row)
+    assert [len(entry), len(list(entry))] == [240, 240]
+    assert [one["source_row"] for one in entry] == entry.table()["source_row"].to_pylist()
+    assert dict(entry[-1]) == dict(entry[239])
+    for beyond in (240, -241):
+        with pytest.raises(IndexError, match=f"no row {beyond} of 240 rows"):
+            entry[beyond]
+    with pytest.raises(TypeError):
+        entry["0"]  # type: ignore[index]
 
 
 def test_examples_are_kept_evenly_of_all_reasons_in_their_order() -> None:

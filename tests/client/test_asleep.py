@@ -206,7 +206,7 @@ def test_a_second_rollout_server_on_a_run_folder_is_refused_by_name_and_changes_
 RANK = """
 import os, signal, sys, ray, raysvc
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
-client = raysvc.attach("ranks-asleep", dp_size=2, rank=1, group="g", look_ahead_steps=1)
+client = raysvc.attach_rank("ranks-asleep", dp_size=2, rank=1, group="g", look_ahead_steps=1)
 steps = client.steps()
 for _ in range(3):
     client.commit(next(steps).index)
@@ -231,7 +231,7 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
     address = ray.get_runtime_context().gcs_address
     sleeper = subprocess.Popen([sys.executable, "-c", RANK, address], stdout=subprocess.PIPE, text=True)
     try:
-        first = raysvc.attach("ranks-asleep", dp_size=2, rank=0, group="g", look_ahead_steps=1)
+        first = raysvc.attach_rank("ranks-asleep", dp_size=2, rank=0, group="g", look_ahead_steps=1)
         steps = first.steps()
         for _ in range(3):
             first.commit(next(steps).index)
@@ -248,7 +248,9 @@ def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_
         with pytest.raises(RankLost):
             first.detach()
         second = [
-            raysvc.attach("ranks-asleep", dp_size=2, rank=rank, group="g2", takeover=True, look_ahead_steps=1)
+            raysvc.attach_rank(
+                "ranks-asleep", dp_size=2, rank=rank, group="g2", takeover=True, look_ahead_steps=1
+            )
             for rank in range(2)
         ]
         start = second[0].next_step

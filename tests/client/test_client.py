@@ -102,9 +102,10 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
 ) -> None:
     import raysvc
 
-    def told(begin: Callable[[Any], object], **of_rank: int) -> list[str]:
+    def told(begin: Callable[[Any], object], rank: int | None = None) -> list[str]:
         caplog.clear()
-        with raysvc.attach("plain", **of_rank) as client:
+        attached = raysvc.attach("plain") if rank is None else raysvc.attach_rank("plain", rank=rank)
+        with attached as client:
             begin(client)
             for stop in (client.next_step + 1, client.next_step + 2):  # it is said once
                 for step in client.steps(stop=stop):
@@ -119,7 +120,7 @@ def test_a_loop_that_goes_on_where_another_one_was_is_told_unless_it_says_where_
     assert said.startswith(f"goes on name=plain at_step=2: {process}")
     assert " committed what is before; load its checkpoint" in said
     assert told(lambda client: client.load_state_dict(dict(state))) == []
-    (said,) = told(lambda client: None, dp_size=1, rank=0)
+    (said,) = told(lambda client: None, rank=0)
     assert "at_step=6" in said
 
 

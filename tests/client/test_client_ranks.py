@@ -43,8 +43,23 @@ def attach_ranks(name: str, num_ranks: int = 2, **options: Any) -> list[Any]:
     import raysvc
 
     return [
-        raysvc.attach(name, dp_size=num_ranks, rank=rank, group="g", **options) for rank in range(num_ranks)
+        raysvc.attach_rank(name, dp_size=num_ranks, rank=rank, group="g", **options)
+        for rank in range(num_ranks)
     ]
+
+
+def test_a_rank_may_ask_for_some_columns(plain: Any) -> None:
+    import raysvc
+
+    whole = {}
+    for columns in (None, ["labels"]):
+        with raysvc.attach_rank("plain", rank=0, group="g", columns=columns) as rank:
+            shard = next(rank.steps(stop=1)).shards[0]
+        whole |= shard.arrays
+    assert set(shard.arrays) < set(whole)
+    assert "labels" in shard.arrays
+    assert "input_ids" not in shard.arrays
+    assert shard.arrays["labels"].tobytes() == whole["labels"].tobytes()
 
 
 def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(plain: Any, streams: Any) -> None:
@@ -102,14 +117,14 @@ def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_
     old = attach_ranks("plain")
     assert old[0].lease.fence == old[1].lease.fence
     with pytest.raises(LeaseHeld, match="rank 1"):
-        raysvc.attach("plain", dp_size=2, rank=1, group="g")
+        raysvc.attach_rank("plain", dp_size=2, rank=1, group="g")
     with pytest.raises(LeaseHeld):
-        raysvc.attach("plain", dp_size=2, rank=0, group="other")
+        raysvc.attach_rank("plain", dp_size=2, rank=0, group="other")
     with pytest.raises(LeaseHeld):
         raysvc.attach("plain", dp_size=2)
     with pytest.raises(ConfigError, match=r"2 must be in \[0, 2\)"):
-        raysvc.attach("plain", dp_size=2, rank=2)
-    new = [raysvc.attach("plain", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
+        raysvc.attach_rank("plain", dp_size=2, rank=2)
+    new = [raysvc.attach_rank("plain", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
     assert {client.lease.fence for client in new} == {old[0].lease.fence + 1}
     for client in old:
         with pytest.raises(FencedError):
@@ -174,7 +189,9 @@ def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_en
     dataset = alone.as_torch_dataset()
     dataset.load_state_dict(states[3])  # all four of step 0
     assert alone.next_step == 1
-    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(alone.outline(1).mini_batches[0].row_ids.tolist())
+    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(
+        alone.outline(1).mini_batches[0].row_ids.tolist()
+    )
     dataset = alone.as_torch_dataset()
     dataset.load_state_dict(states[1])
     with pytest.raises(StateMismatch, match="in the middle of step 0"):
@@ -187,7 +204,7 @@ def test_a_worker_process_of_a_loader_is_refused(plain: Any) -> None:
 
     import raysvc
 
-    with raysvc.attach("plain", rank=0, group="g") as client:
+    with raysvc.attach_rank("plain", rank=0, group="g") as client:
         from raysvc.client.torch_dataset import RankDataset
 
         dataset = client.as_torch_dataset()
@@ -241,7 +258,7 @@ def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its
     threads, refs = streams.threads(), streams.num_refs()
 
     def loop() -> None:
-        with raysvc.attach(name, rank=0, group="g", look_ahead_steps=4) as client:
+        with raysvc.attach_rank(name, rank=0, group="g", look_ahead_steps=4) as client:
             for step in client.steps():
                 if step.index == 2:
                     raise Boom("the loss is not a number")
@@ -265,7 +282,7 @@ def test_a_commit_of_a_rank_that_was_fenced_is_refused_by_one_of_its_next_calls(
     (old,) = attach_ranks("late", 1)
     steps = old.steps()
     next(steps)
-    with raysvc.attach("late", rank=0, group="other", takeover=True):
+    with raysvc.attach_rank("late", rank=0, group="other", takeover=True):
         until = time.monotonic() + 30  # it has no heartbeat for minutes: the refusal itself tells
         with pytest.raises(FencedError):
             any(

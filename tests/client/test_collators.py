@@ -84,7 +84,7 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
                         got.append([streams.digest(shard) for shard in ray.get(list(refs))])
                     got.append((mini.info.row_ids.tolist(), mini.info.rank_bytes, str(mini.rows)))
             got.append([streams.opened(step) for step in client.eval("valid")])
-        ranks = [raysvc.attach(name, dp_size=2, rank=rank, group="g") for rank in range(2)]
+        ranks = [raysvc.attach_rank(name, dp_size=2, rank=rank, group="g") for rank in range(2)]
         for steps in zip(*(rank.steps(stop=9) for rank in ranks), strict=True):
             for step in steps:
                 got.append([streams.digest(shard) for shard in step.shards])
@@ -295,8 +295,7 @@ NODE = (
     CLUSTER
     + """
 got, lost = {}, {first.node_id}
-with raysvc.attach("node", look_ahead_steps=4) as client:
-    client.collate_on([first.node_id])
+with raysvc.attach("node", look_ahead_steps=4, locality_hints=[first.node_id]) as client:
     for step in client:
         if step.index == 2:  # four steps are being made or unread on the node that goes
             ray.wait([mini.shards[0] for mini in step.mini_batches], num_returns=2, fetch_local=False)
@@ -344,8 +343,7 @@ def collators():
 
 
 got, most = {}, 0
-with raysvc.attach("node", look_ahead_steps=2) as client:
-    client.collate_on([first.node_id])
+with raysvc.attach("node", look_ahead_steps=2, locality_hints=[first.node_id]) as client:
     held = []
     for step in client.steps(stop=10):
         refs = [shard for mini in step.mini_batches for shard in mini.shards]

@@ -148,7 +148,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
         raysvc.train(job("harmed"), should_stop=kill_a_worker_after_five_steps)
     assert killed
     assert "harmed" not in server_names(), "what the run started ended with it"
-    summary = raysvc.train(job("harmed"))
+    summary = raysvc.train(job("harmed")).metrics
     assert summary["resumed_from"] in (4, 8, 12)
     assert rows.read_bytes() == (tmp_path / "unharmed" / "rows.jsonl").read_bytes()
 

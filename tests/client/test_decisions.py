@@ -73,18 +73,18 @@ def test_weights_hold_beyond_the_look_ahead_through_a_killed_server_and_are_repl
             handed[step.index], came[step.index] = digests(step), of_b(step)
             if step.index == 2:
                 with pytest.raises(StepOutOfOrder, match="refused step 5: expected step 6 or a later one"):
-                    client.set_mixture_weights({"a": 0, "b": 1}, from_step=5)
+                    client.decisions.set_mixture_weights({"a": 0, "b": 1}, from_step=5)
                 sizes = client.outline(8).nbytes
-                assert client.set_mixture_weights({"a": 0, "b": 1}) == 6
+                assert client.decisions.set_mixture_weights({"a": 0, "b": 1}) == 6
                 assert client.outline(8).nbytes != sizes
                 kill(server)
-                assert client.set_mixture_weights({"a": 1, "b": 0}, from_step=10) == 10
+                assert client.decisions.set_mixture_weights({"a": 1, "b": 0}, from_step=10) == 10
             if step.index == 8:
                 kill(server)
-                assert client.set_mixture_weights({"a": 1, "b": 0}, from_step=10) == 10
+                assert client.decisions.set_mixture_weights({"a": 1, "b": 0}, from_step=10) == 10
             client.commit(step.index)
         state = client.state_dict()
-        assert [one["from_step"] for one in client.decisions()] == [6, 10]
+        assert [one["from_step"] for one in client.decisions] == [6, 10]
     assert [came[step] for step in range(15)] == [2] * 6 + [8] * 4 + [0] * 5
     assert [mark[0] for mark in state["plan"]["decided"]] == [6, 10]
     for step, sums in handed.items():
@@ -105,12 +105,12 @@ def test_a_resumed_trainer_goes_on_with_what_was_decided_and_what_it_reported(
             client.report_rows(0, rows, loss=np.arange(8))
         client.commit(0)
         state = client.state_dict()
-        assert client.skip_rows(range(40), from_step=3) == 3
+        assert client.decisions.skip_rows(range(40), from_step=3) == 3
     kill(server)
     with raysvc.attach("reporting", dp_size=2, look_ahead_steps=0, takeover=True) as client:
         client.load_state_dict(state)
         client.report_rows(0, rows, loss=np.zeros(8))
-        found = client.row_outcomes(0, 4)
+        found = client.decisions.row_outcomes(0, 4)
         assert found.steps.tolist() == [0] * 8
         assert found.row_ids.tolist() == rows
         assert found.columns["loss"].tolist() == list(range(8))
@@ -133,9 +133,9 @@ def test_what_a_client_may_not_decide_or_report_is_refused_by_name(
             ([1, 2], "not a mapping"),
         ):
             with pytest.raises(ConfigError, match=complaint):
-                client.set_mixture_weights(weights)  # type: ignore[arg-type]
+                client.decisions.set_mixture_weights(weights)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="names no row"):
-            client.skip_rows([])
+            client.decisions.skip_rows([])
         with pytest.raises(ConfigError, match="give row ids"):
             client.report_rows(0, [1, 2])
         with pytest.raises(ConfigError, match=r"report_rows\(loss\).*give one number a row"):
@@ -143,7 +143,7 @@ def test_what_a_client_may_not_decide_or_report_is_refused_by_name(
         wrong: list[Any] = [[-1], [1.5], ["1.5"], [2**63], [None], [[1, 2], [3]], [True]]
         for rows in wrong:
             with pytest.raises(ConfigError, match=r"skip_rows\(row_ids\)"):
-                client.skip_rows(rows)
+                client.decisions.skip_rows(rows)
             with pytest.raises(ConfigError, match=r"report_rows\(row_ids\)"):
                 client.report_rows(0, rows, loss=[0.5])
         with pytest.raises(ConfigError, match=r"report_rows\(loss\).*numbers"):
@@ -151,10 +151,10 @@ def test_what_a_client_may_not_decide_or_report_is_refused_by_name(
         client.report_rows(
             0, [], loss=[]
         )  # as the loop of the guide does when all rows of a step were left out
-        assert client.decisions() == []
+        assert list(client.decisions) == []
     serve("kept-in-memory", journal=None)
     with raysvc.attach("kept-in-memory", dp_size=1) as client, pytest.raises(ServerError, match="no journal"):
-        client.skip_rows([1])
+        client.decisions.skip_rows([1])
     assert not (tmp_path / "careful" / "server" / "feedback").exists()
 
 
@@ -170,7 +170,7 @@ def test_a_replay_without_the_decisions_of_its_run_is_an_error_and_so_is_a_resum
     spec = ServeSpec.model_validate_json(ray.get(server.spec_json.remote())[0])
     ServedRecords(str(run / "server"), {}).keep(0, spec)
     with raysvc.attach("cut", dp_size=1) as client:
-        client.set_mixture_weights({"a": 0, "b": 1}, from_step=2)
+        client.decisions.set_mixture_weights({"a": 0, "b": 1}, from_step=2)
         lines = []
         for step in client:
             row_ids = [mini.info.row_ids.tolist() for mini in step.mini_batches if mini.info]

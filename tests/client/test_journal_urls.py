@@ -93,7 +93,7 @@ def test_no_acknowledged_group_and_no_membership_is_lost_on_s3(
             assert streams.opened(client.fetch(0)) == first
             assert producer.put_groups([group(2), group(5)])[:2] == (1, 1)
             assert sorted(streams.take(client, stop=3)) == [0, 1, 2]
-            assert client.forget_below(3) == 3 + 3
+            assert client.rollouts.delete_before(3) == 3 + 3
             kill(handle.actor)
             assert producer.put_groups([group(0), group(6)])[:2] == (1, 1)
             assert producer.stats()["sequences"] == 14

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ def train_under_kills(
     from raysvc.job.config import PlanConfig
 
     plan = {"batch_size": 8, "mini_batch_size": 4, "epochs": 100_000}
-    name, seat = f"kills-{look_ahead}-{step_ms}-{rank}", {"rank": 0, "group": "g"} if rank else {}
+    name = f"kills-{look_ahead}-{step_ms}-{rank}"
+    attach = partial(raysvc.attach_rank, rank=0, group="g") if rank else raysvc.attach
     server = serve(name, sources=[uri], plan=plan)
     killer, expected = Killer(server, kills, seed=look_ahead), 0
-    with raysvc.attach(name, look_ahead_steps=look_ahead, **seat) as client:
+    with attach(name, look_ahead_steps=look_ahead) as client:
         killer.start()
         for step in client.steps():
             assert step.index == expected

@@ -27,7 +27,7 @@ def attach_mesh(name: str, mesh: Any, **options: Any) -> list[Any]:
     import raysvc
 
     coords = [mesh.rank(number)._asdict() for number in range(mesh.size)]
-    return [raysvc.attach(name, mesh=mesh, coords=own, **{"group": "g", **options}) for own in coords]
+    return [raysvc.attach_rank(name, mesh=mesh, coords=own, **{"group": "g", **options}) for own in coords]
 
 
 def eventually(true: Callable[[], bool], timeout_s: float = 100.0) -> None:
@@ -165,12 +165,12 @@ def test_what_a_process_of_the_group_does_wrong_is_refused_and_hurts_no_peer(pla
     mesh = raysvc.Mesh(dp=1, cp=2)
     first, second = attach_mesh("plain", mesh)
     with pytest.raises(SeatRefused, match="on rank dp=0 cp=1, held by ") as caught:
-        raysvc.attach("plain", mesh=mesh, coords={"cp": 1}, group="g")
+        raysvc.attach_rank("plain", mesh=mesh, coords={"cp": 1}, group="g")
     assert "takeover" not in str(caught.value)
     with pytest.raises(SeatRefused, match=r"of \(dp=2\) in a group of \(dp=1, cp=2\)"):
-        raysvc.attach("plain", dp_size=2, rank=1, group="g")
-    with pytest.raises(ConfigError, match=r"attach\(mesh\): is given together with rank"):
-        raysvc.attach("plain", mesh=mesh, rank=0)  # type: ignore[call-overload]
+        raysvc.attach_rank("plain", dp_size=2, rank=1, group="g")
+    with pytest.raises(ConfigError, match=r"attach_rank\(mesh\): is given together with rank"):
+        raysvc.attach_rank("plain", mesh=mesh, rank=0)
     first.rewind(5)
     with pytest.raises(StepOutOfOrder, match="refused step 4: expected step 5, to which rank dp=0 cp=0"):
         second.rewind(4)
@@ -191,7 +191,7 @@ DYING_PEER = """
 import os, signal, sys
 import raysvc
 mesh = raysvc.Mesh(dp=1, tp=2)
-peer = raysvc.attach(sys.argv[2], mesh=mesh, coords={"tp": 1}, group="g", address=sys.argv[1])
+peer = raysvc.attach_rank(sys.argv[2], mesh=mesh, coords={"tp": 1}, group="g", address=sys.argv[1])
 peer.commit(next(peer.steps()).index)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -210,7 +210,7 @@ def test_a_lost_peer_is_named_with_its_coordinates(serve: Any, caplog: pytest.Lo
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
         assert other.stdout is not None
-        survivor = raysvc.attach("peers", mesh=raysvc.Mesh(dp=1, tp=2), coords={"tp": 0}, group="g")
+        survivor = raysvc.attach_rank("peers", mesh=raysvc.Mesh(dp=1, tp=2), coords={"tp": 0}, group="g")
         assert other.stdout.readline() == "ready\n"
         survivor.commit(next(survivor.steps()).index)
         other.stdin.write("\n")
@@ -323,9 +323,9 @@ def test_lines_that_are_cut_need_a_mesh(serve: Any) -> None:
 
     server = cut_server(serve, "cut-alone")
     with pytest.raises(
-        ConfigError, match=r"attach\(rank\): server 'cut-alone' cuts lines .* attach with mesh="
+        ConfigError, match=r"attach_rank\(rank\): server 'cut-alone' cuts lines .* give mesh="
     ):
-        raysvc.attach("cut-alone", dp_size=2, rank=1)
+        raysvc.attach_rank("cut-alone", dp_size=2, rank=1)
     assert stats(server)["holder"] is None
     with pytest.raises(ConfigError, match=r"attach\(roles\['a'\]\): has cp=2"):
         raysvc.attach("cut-alone", roles={"a": raysvc.Role(2, cp=2)})
@@ -353,7 +353,9 @@ def test_a_pipeline_stage_gets_its_own_columns_and_a_step_is_collated_once(serve
             own = mesh.rank(number)
             wanted = None if cut is None else stages[own.pp]
             clients.append(
-                raysvc.attach(f"stages-{name}", mesh=mesh, coords=own._asdict(), columns=wanted, group="g")
+                raysvc.attach_rank(
+                    f"stages-{name}", mesh=mesh, coords=own._asdict(), columns=wanted, group="g"
+                )
             )
         steps = [next(client.steps()) for client in clients]
         for client, step in zip(clients, steps, strict=True):
@@ -368,6 +370,4 @@ def test_a_pipeline_stage_gets_its_own_columns_and_a_step_is_collated_once(serve
     needed, whole = (4 + 4 + 4) + (4 + 1 + 4), 4 * (4 + 4 + 4 + 1 + 4)
     assert bytes_of["needed"] / bytes_of["whole"] == pytest.approx(needed / whole, rel=0.05)
     with pytest.raises(ConfigError, match=r"asks for rewards, and plan\.columns has"):
-        raysvc.attach("stages-whole", mesh=mesh, coords={"dp": 0, "cp": 0, "pp": 0}, columns=["rewards"])
-    with pytest.raises(ConfigError, match=r"attach\(columns\): are given without a mesh"):
-        raysvc.attach("stages-whole", dp_size=2, rank=0, columns=["labels"])  # type: ignore[call-overload]
+        raysvc.attach_rank("stages-whole", mesh=mesh, coords={"dp": 0, "cp": 0, "pp": 0}, columns=["rewards"])

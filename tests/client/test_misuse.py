@@ -31,29 +31,42 @@ def facts(server: Any) -> tuple[Any, ...]:
 ATTACH: list[tuple[dict[str, Any], str]] = [
     *[({"name": wrong}, r"attach\(name\)") for wrong in (3, None, "", b"x")],
     *[({"dp_size": wrong}, r"attach\(dp_size\)") for wrong in (*INTEGERS, 0, -1)],
-    *[({"dp_size": 2, "rank": wrong}, r"attach\(rank\)") for wrong in ("0", 1.0, True, -1, 2)],
+    *[({"locality_hints": wrong}, r"attach\(locality_hints\)") for wrong in ("node", 1, [1])],
     *[({"look_ahead_steps": wrong}, r"attach\(look_ahead_steps\)") for wrong in (*INTEGERS, -1)],
     *[({"look_ahead_bytes": wrong}, r"attach\(look_ahead_bytes\)") for wrong in ("1", 1.5, -1)],
     *[({"takeover": wrong}, r"attach\(takeover\)") for wrong in (1, "yes", None)],
     *[({"reader": wrong}, r"attach\(reader\)") for wrong in (1, None)],
-    *[({"group": wrong, "rank": 0}, r"attach\(group\)") for wrong in (1, "")],
     *[({"address": wrong}, r"attach\(address\)") for wrong in (1, "")],
     *[({"roles": wrong}, r"attach\(roles") for wrong in ({}, [], {"a": 0}, {"a": 1.5}, {1: 1}, {"a": "2"})],
-    ({"roles": {"a": 1}, "rank": 0}, r"attach\(roles\).*rank"),
+]
+ATTACH_RANK: list[tuple[dict[str, Any], str]] = [
+    *[({"dp_size": 2, "rank": wrong}, r"attach_rank\(rank\)") for wrong in ("0", 1.0, True, -1, 2)],
+    *[({"dp_size": wrong, "rank": 0}, r"attach_rank\(dp_size\)") for wrong in ("1", 1.5, 0)],
+    *[({"group": wrong, "rank": 0}, r"attach_rank\(group\)") for wrong in (1, "")],
+    *[({"columns": wrong, "rank": 0}, r"attach_rank\(columns\)") for wrong in ("labels", 3)],
+    *[
+        ({"look_ahead_steps": wrong, "rank": 0}, r"attach_rank\(look_ahead_steps\)")
+        for wrong in (*INTEGERS, -1)
+    ],
+    ({"dp_size": 2}, r"attach_rank\(rank\).*missing"),
 ]
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("arguments", "law"), ATTACH, ids=str)
+@pytest.mark.parametrize(
+    ("call", "arguments", "law"),
+    [("attach", *each) for each in ATTACH] + [("attach_rank", *each) for each in ATTACH_RANK],
+    ids=str,
+)
 def test_a_wrong_argument_of_attach_is_named_and_no_lease_is_taken(
-    arguments: dict[str, Any], law: str, server: Any
+    call: str, arguments: dict[str, Any], law: str, server: Any
 ) -> None:
     import raysvc
     from raysvc.errors import ConfigError
 
     before = facts(server)
     with pytest.raises(ConfigError, match=law):
-        raysvc.attach(**{"name": NAME, **arguments})
+        getattr(raysvc, call)(**{"name": NAME, **arguments})
     assert facts(server) == before
 
 
@@ -102,7 +115,7 @@ def test_calls_of_both_clients_refuse_wrong_types_and_ranges(server: Any) -> Non
         driver.commit(np.int64(0))  # type: ignore[arg-type]
         assert (driver.next_step, type(driver.next_step)) == (1, int)
         driver.rewind(0)
-    with raysvc.attach(NAME, rank=0, group="g") as rank:
+    with raysvc.attach_rank(NAME, rank=0, group="g") as rank:
         for wrong in INTEGERS:
             with pytest.raises(ConfigError, match="integer"):
                 rank.commit(wrong)  # type: ignore[arg-type]
@@ -125,9 +138,9 @@ def test_calls_for_rollouts_on_a_server_of_an_entry_say_so(server: Any) -> None:
 
     with raysvc.attach(NAME) as client:
         for call in (
-            lambda: client.set_weight_version(1),
-            lambda: client.forget_below(0),
-            lambda: client.put_groups([]),
+            lambda: client.rollouts.set_weight_version(1),
+            lambda: client.rollouts.delete_before(0),
+            lambda: client.rollouts.put_groups([]),
             lambda: raysvc.rollouts(NAME),
         ):
             with pytest.raises(ServerError, match="serves an entry"):
@@ -146,11 +159,11 @@ def test_a_client_that_was_detached_says_so(server: Any) -> None:
     for call in (
         lambda: driver.commit(0), lambda: driver.fetch(0), lambda: driver.outline(0), lambda: driver.rewind(0),
         lambda: driver.load_state_dict(driver.state_dict()), driver.steps, lambda: driver.eval("valid"),
-        lambda: driver.put_groups([]),
+        lambda: driver.rollouts.put_groups([]),
     ):  # fmt: skip
         with pytest.raises(ServerError, match="is used after detach"):
             call()
-    rank = raysvc.attach(NAME, rank=0, group="g")
+    rank = raysvc.attach_rank(NAME, rank=0, group="g")
     rank.detach()
     with pytest.raises(ServerError, match="is used after detach"):
         rank.steps()
@@ -211,8 +224,8 @@ def test_an_entry_that_is_no_address_is_refused(wrong: Any) -> None:
     import raysvc
     from raysvc.errors import UserMistake
 
-    with pytest.raises(UserMistake, match=r"open_cache\(uri\)"):
-        raysvc.open_cache(wrong)
+    with pytest.raises(UserMistake, match=r"open_entry\(uri\)"):
+        raysvc.open_entry(wrong)
 
 
 @pytest.mark.parametrize("wrong", INTEGERS)

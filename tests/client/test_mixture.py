@@ -13,7 +13,7 @@ import raysvc
 from raysvc.builds.cache_entry import open_served
 from raysvc.builds.job_plan import plan_of
 from raysvc.builds.mixed_job import mixture_spec, never_trained, stages_of
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.rows import Rows
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.inspect.lineage import lineage
@@ -130,7 +130,7 @@ def test_a_mixture_trains_every_row_as_often_as_its_source_says(
     job = job_of(tmp_path, cache_root, sample, {"a": {"epochs": 2}, "b": {"epochs": 0.5}}, epochs=1)
     run = tmp_path / "run"
     job = load_job(job, server={"name": "mixed"}, trainer={"dp_size": 2, "run_dir": str(run)})
-    assert raysvc.train(job)["steps"] == 11
+    assert raysvc.train(job).metrics["steps"] == 11
     rows = [
         row for line in (run / "rows.jsonl").read_text().splitlines() for row in json.loads(line)["row_ids"]
     ]
@@ -190,7 +190,7 @@ def test_a_source_that_stands_twice_is_refused(
 
 
 def test_joined_entries_give_every_row_as_its_own_entry_does(tmp_path: Path, entry: Any) -> None:
-    entries = [open_entry(entry(count, seed=count, per_part=4)) for count in (7, 1, 12)]
+    entries = [open_finished(entry(count, seed=count, per_part=4)) for count in (7, 1, 12)]
     joined = Rows(entries)
     ids = joined.row_ids()[[19, 0, 7, 8, 8, 6, 12]]
     batch = joined.read(ids)

@@ -27,7 +27,7 @@ def attach_ranks(name: str, num_ranks: int, **options: Any) -> list[Any]:
     import raysvc
 
     return [
-        raysvc.attach(name, dp_size=num_ranks, rank=rank, **{"group": "g", **options})
+        raysvc.attach_rank(name, dp_size=num_ranks, rank=rank, **{"group": "g", **options})
         for rank in range(num_ranks)
     ]
 
@@ -85,7 +85,7 @@ def test_a_step_is_collated_once_for_all_ranks_however_little_memory_there_is(
 DYING_RANK = """
 import os, signal, sys
 import raysvc
-rank = raysvc.attach(sys.argv[2], dp_size=2, rank=1, group="g", address=sys.argv[1])
+rank = raysvc.attach_rank(sys.argv[2], dp_size=2, rank=1, group="g", address=sys.argv[1])
 steps = rank.steps()
 for _ in range(3):
     rank.commit(next(steps).index)
@@ -114,7 +114,7 @@ def test_a_dead_rank_is_named_and_another_world_size_goes_on_exactly(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
         assert other.stdout is not None
-        survivor = raysvc.attach("elastic", dp_size=2, rank=0, group="g")
+        survivor = raysvc.attach_rank("elastic", dp_size=2, rank=0, group="g")
         own = survivor.steps()
         for _ in range(5):
             survivor.commit(next(own).index)

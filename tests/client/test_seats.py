@@ -53,8 +53,8 @@ def test_coordinates_name_every_seat_once_and_an_axis_of_one_may_be_left_out() -
 @pytest.mark.parametrize(
     ("coords", "said"),
     [
-        ({"dp": 0}, r"attach\(coords\): lacks tp, whose size is 2"),
-        ({"dp": 0, "tp": 2}, r"attach\(coords\['tp'\]\): 2 must be in \[0, 2\)"),
+        ({"dp": 0}, r"attach_rank\(coords\): lacks tp, whose size is 2"),
+        ({"dp": 0, "tp": 2}, r"attach_rank\(coords\['tp'\]\): 2 must be in \[0, 2\)"),
         ({"dp": 0, "tp": True}, "True is not an integer"),
         ({"dp": 0, "tp": 0, "ep": 0}, "has no axis 'ep'"),
         (None, "knows neither a process group nor RANK"),
@@ -77,21 +77,18 @@ def test_a_size_that_is_no_positive_integer_is_refused(sizes: Any) -> None:
         {"mesh": None, "coords": {"dp": 0}},
         {"mesh": Mesh(2), "rank": 0},
         {"mesh": Mesh(2), "dp_size": 2},
-        {"mesh": Mesh(2), "roles": {"policy": 2}},
         {"mesh": "launched", "coords": {"dp": 0}},
         {"mesh": 4, "coords": None},
     ],
 )
 def test_arguments_that_exclude_each_other_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"attach\((mesh|coords)\)"):
-        seat_asked_for(**{"coords": None, "dp_size": 1, "rank": None, "roles": None, **given})
+    with pytest.raises(ConfigError, match=r"attach_rank\((mesh|coords)\)"):
+        seat_asked_for(**{"coords": None, "dp_size": None, "rank": None, **given})
 
 
 def test_a_rank_is_the_seat_of_a_mesh_of_dp_alone() -> None:
-    asked = seat_asked_for(None, None, 4, 3, None)
-    assert asked is not None
+    asked = seat_asked_for(None, None, 4, 3)
     assert (asked.mesh, asked.number, asked.mesh.name(3)) == (Mesh(4), 3, "rank 3")
-    assert seat_asked_for(None, None, 4, None, None) is None, "a driver"
 
 
 def test_a_mesh_of_another_size_than_the_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_a_run_stops_early_leaves_the_best_model_and_does_not_go_on_unless_it_is
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     job, run = rising_job(tmp_path, sample, "early"), tmp_path / "early"
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     losses = [line["loss"] for line in RunFolder(run).lines(run / "evals.jsonl")]
     assert losses[0] < losses[1], "the job is to be one whose loss rises"
     assert (summary["steps"], len(losses)) == (4, 2)
@@ -69,7 +69,7 @@ def test_a_run_stops_early_leaves_the_best_model_and_does_not_go_on_unless_it_is
     assert steps_kept(run) == [2, 4], "the newest one, and the best"
 
     ticks = []
-    again = raysvc.train(job, progress=ticks.append)
+    again = raysvc.train(job, progress=ticks.append).metrics
     assert ticks[-1].facts == {"already": "stopped early"}
     assert (again["steps"], again["stopped_early"]) == (4, summary["stopped_early"])
 
@@ -97,7 +97,7 @@ def test_a_run_stops_early_leaves_the_best_model_and_does_not_go_on_unless_it_is
         job,
         progress=ticks.append,
         trainer={"stop_after": {"eval": "held", "patience": 2}, "resume": "changed", "max_steps": 6},
-    )
+    ).metrics
     assert (longer["steps"], longer["resumed_from"]) == (6, 4)
     (resumed,) = [tick for tick in ticks if tick.phase == "resume"]
     assert plain(resumed).startswith("[resume] 4 steps trained before checkpoint=step-00000004.")
@@ -131,7 +131,7 @@ raysvc.train(sys.argv[1])
 def test_a_run_that_is_killed_between_an_eval_and_its_checkpoint_ends_like_one_that_was_not(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
-    calm = raysvc.train(rising_job(tmp_path, sample, "calm"))
+    calm = raysvc.train(rising_job(tmp_path, sample, "calm")).metrics
     job, run = rising_job(tmp_path, sample, "killed"), tmp_path / "killed"
     for place, lines, kept in (("2", 1, []), ("4", 2, [2, 3]), ("model", 2, [2, 4])):
         done = subprocess.run(
@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_between_an_eval_and_its_checkpoint_ends_like_one_t
         assert len((run / "evals.jsonl").read_bytes().splitlines()) == lines, "the eval is over"
         assert steps_kept(run) == kept, place
         assert not (run / "model").exists()
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     for name in ("steps", "best", "stopped_early", "rows", "loss_last"):
         assert summary[name] == calm[name], name
     assert weights(run / "model") == weights(tmp_path / "calm" / "model")
@@ -173,22 +173,22 @@ def test_a_run_that_went_on_has_the_model_of_its_last_end_and_not_of_an_earlier_
             export(load_job(job), out, steps)
         return weights(out)
 
-    assert raysvc.train(job, trainer={"max_steps": 2})["steps"] == 2
+    assert raysvc.train(job, trainer={"max_steps": 2}).metrics["steps"] == 2
     assert weights(run / "model") == exported(2)
     with monkeypatch.context() as patch:
         patch.setattr(train_loop, "write_model", die_of_it)
         with pytest.raises(Died):
             raysvc.train(job, trainer={"max_steps": 4, "resume": "changed"})
     assert weights(run / "model") == exported(2), "nobody has written another one"
-    summary = raysvc.train(job, trainer={"max_steps": 4, "resume": "changed"})
+    summary = raysvc.train(job, trainer={"max_steps": 4, "resume": "changed"}).metrics
     assert (summary["steps"], summary["best"]["steps"]) == (4, 4)
     assert weights(run / "model") == exported(4) != weights(tmp_path / "out2")
 
     asked = iter((False, True))
     stopped = raysvc.train(
         job, trainer={"max_steps": 8, "resume": "changed"}, should_stop=lambda: next(asked)
-    )
+    ).metrics
     assert (stopped["steps"], stopped["model"]) == (6, None)
-    ended = raysvc.train(job, trainer={"max_steps": 6, "resume": "changed"})
+    ended = raysvc.train(job, trainer={"max_steps": 6, "resume": "changed"}).metrics
     assert (ended["steps"], ended["model"]) == (6, str(run / "model"))
     assert weights(run / "model") == exported(ended["best"]["steps"])

@@ -221,7 +221,7 @@ def test_of_a_mixture_one_prompt_is_on_one_side_in_all_sources(
     evaluated, trained = set(evaluated_rows(job, entry.entries)), set(trained_ids(job, entry))
     assert not evaluated & trained
     assert evaluated | trained == set(entry.row_ids().tolist())
-    questions = [{entry.text(row).partition("?")[0] for row in side} for side in (evaluated, trained)]
+    questions = [{entry.row(row).text.partition("?")[0] for row in side} for side in (evaluated, trained)]
     assert not questions[0] & questions[1]
     lacking = [
         name

@@ -33,7 +33,7 @@ def test_a_held_out_row_is_evaluated_and_never_trained(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     job = load_job(held_job(tmp_path, sample))
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     folder = RunFolder(tmp_path / "held")
     trained = [parse(row) for line in folder.lines(folder.rows) for row in line["row_ids"]]
     held = evaluated_rows(job, raysvc.tokenize(job).entries)

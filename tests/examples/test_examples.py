@@ -86,12 +86,12 @@ def test_a_shard_of_ray_train_goes_on_after_a_kill_and_with_more_workers(
     example: Example, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboardX", reason="ray[train] is not installed")
-    from raysvc.cache.find import open_entry
+    from raysvc.cache.find import open_finished
     from raysvc.job.config import PlanConfig
     from raysvc.plan.entry_plan import plan_of_entries
 
     facts = example("ray_train_data", str(tmp_path))
-    plan = plan_of_entries(PlanConfig(batch_size=1, epochs=2), [open_entry(facts["uri"])])
+    plan = plan_of_entries(PlanConfig(batch_size=1, epochs=2), [open_finished(facts["uri"])])
     order = [int(plan.step(step, 1).mini_batches[0].row_ids[0]) for step in range(256)]
     first, second = facts["runs"]
     assert (first["starts"], second["starts"]) == (1, 2), (

@@ -17,7 +17,7 @@ from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import TRAIN, Part, Role, ServeSpec
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.errors import (
     EntryError,
     FencedError,
@@ -52,7 +52,7 @@ def planned(spec: ServeSpec) -> list[list[list[int]]]:
     for one in decisions:
         if one.weights is not None:
             stages[one.from_step * 8] = counts_by_weight([one.weights[name] for name in NAMES], ROWS)
-    entries = [open_entry(one.uri) for one in spec.sources]
+    entries = [open_finished(one.uri) for one in spec.sources]
     plan = plan_of_entries(spec.plan, entries, sorted(stages.items()))
     found = []
     for step in range(STEPS):

@@ -162,7 +162,7 @@ def progress(tick):
             during.update(scrape())
         last_of_training[:] = samples(texts[-1]) if texts else []
 
-summary = raysvc.train(sys.argv[1], progress=progress)
+summary = raysvc.train(sys.argv[1], progress=progress).metrics
 
 def arrived():
     scrape()

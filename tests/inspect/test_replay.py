@@ -172,7 +172,7 @@ def test_rows_that_a_file_takes_out_in_mid_run_leave_holes_from_there_on(
     sections["plan"]["skip_rows"] = str(skip)
     sections["trainer"] = {**options, "max_steps": 2, "resume": "changed"}
     other.write_text(yaml.safe_dump(sections))
-    summary = raysvc.train(other)
+    summary = raysvc.train(other).metrics
     assert (summary["resumed_from"], summary["rows"]) == (1, 14 + 12)
     assert "plan.skip_rows changed at step 1: it had 0 rows and has 3" in caplog.text
 

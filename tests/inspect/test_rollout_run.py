@@ -197,7 +197,7 @@ def test_steps_that_were_forgotten_are_not_in_the_report(run: Path, tmp_path: Pa
     stream = RolloutStream(
         "grpo", RolloutSpec(max_staleness=2), Recipe(PLAN, 0), f"{run}/server/rollouts", {}
     )
-    stream.forget_below(1)
+    stream.delete_before(1)
     told("report", str(run), "--out", str(tmp_path / "report.html"))
     assert '"x": [1]' in (tmp_path / "report.html").read_text()
 

@@ -183,7 +183,7 @@ def test_a_trainer_that_only_waits_is_shown_while_it_waits(tmp_path: Path, ray_s
 
     plan = {"batch_size": 2, "mini_batch_size": 2}
     raysvc.serve_rollouts("starved", run_dir=str(tmp_path), pad_token_id=0, plan=plan, wait_s=60.0)
-    client = raysvc.attach("starved", rank=0)  # as HF Trainer, torchrun and SkyRL's loops do
+    client = raysvc.attach_rank("starved", rank=0)  # as HF Trainer, torchrun and SkyRL's loops do
     waiting = threading.Thread(target=lambda: suppressed(client), daemon=True)
     waiting.start()
     try:

@@ -47,7 +47,7 @@ def run(
         "output_dir": str(folder), "num_train_epochs": 1, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
         "save_steps": SAVED_EVERY, "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    with raysvc.attach(server, ranks, rank=rank, address=address, group=group, takeover=True) as ours:
+    with raysvc.attach_rank(server, ranks, rank=rank, address=address, group=group, takeover=True) as ours:
         if kind == "sft":
             from trl import SFTConfig, SFTTrainer
 

@@ -23,7 +23,7 @@ def main(server: str, address: str, group: str, folder: Path, tokenizer_path: st
     torch.set_num_threads(1)
     options = {"per_device_train_batch_size": 3 * EACH // ranks}  # three prompts, one of them on both ranks
     tokenizer = tokenizer_of(tokenizer_path)
-    with raysvc.attach(server, ranks, rank=rank, address=address, group=group) as client:
+    with raysvc.attach_rank(server, ranks, rank=rank, address=address, group=group) as client:
         ours, seen = behind_server("grpo", folder, client, tokenizer, seeded=True, **options)
         ours.train()
         left = client.schedule.num_steps - client.next_step

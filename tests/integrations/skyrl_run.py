@@ -249,7 +249,7 @@ def main(folder: str, steps: int) -> None:
         detached=False,
     )
     ours = through_raysvc("run", steps)
-    theirs = through_skyrl(raysvc.open_cache(uri), ours.pop("order"))
+    theirs = through_skyrl(raysvc.open_entry(uri), ours.pop("order"))
     del server
     ray.shutdown()
     print(json.dumps({"ours": ours, "theirs": theirs}))

@@ -30,7 +30,7 @@ class StreamClient:
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.next_step = rank, dp_size, 0
         self.loss_ranks = dp_size
-        self.orders: dict[int, str] = {}
+        self._orders: dict[int, str] = {}
         stream = self._stream
         self.lease: Any = SimpleNamespace(
             entry_key=stream.entry_key,
@@ -40,7 +40,7 @@ class StreamClient:
         )
 
     def as_torch_dataset(self) -> RankDataset:
-        return RankDataset(self, "cpu")
+        return RankDataset(self, "cpu", self._state_at)
 
     def num_micro_batches(self) -> int:
         steps = (self._stream.make(index, (self.dp_size,))[1] for index in range(self.schedule.num_steps))
@@ -51,7 +51,7 @@ class StreamClient:
             info, shards = self._stream.make(index, (self.dp_size,))
             own = shards[self.rank :: self.dp_size]
             if info.order is not None:
-                self.orders[info.epoch] = info.order
+                self._orders[info.epoch] = info.order
             yield RankStep(index, info.epoch, tuple(own), info.mini_batches)
 
     def micro_batches(self, device: str = "cpu") -> Iterator[MicroBatch]:
@@ -64,7 +64,10 @@ class StreamClient:
         self.next_step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {**state_of(self.lease, self.schedule, self.next_step, self.orders), "dp_size": self.dp_size}
+        return self._state_at(self.next_step)
+
+    def _state_at(self, step: int) -> dict[str, Any]:
+        return {**state_of(self.lease, self.schedule, step, self._orders), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.check(state["plan"])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
@@ -59,7 +59,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def order_of(uri: str, epoch: int, shuffle: str = "full", seed: int = 0) -> list[int]:
     """What a plan of one row a step has in an epoch."""
     config = PlanConfig(batch_size=1, epochs=epoch + 1, shuffle=shuffle, seed=seed)
-    plan = plan_of_entries(config, [open_entry(uri)])
+    plan = plan_of_entries(config, [open_finished(uri)])
     return [int(plan.step(epoch * ROWS + place, 1).mini_batches[0].row_ids[0]) for place in range(ROWS)]
 
 
@@ -125,7 +125,7 @@ def test_every_rank_has_a_row_in_every_step_of_an_epoch(rows: int, size: int, ra
 
 def test_a_local_shuffle_is_one_of_blocks_and_without_any_the_rows_lie_as_they_are(uri: str) -> None:
     [shard] = shards_of(EntryData(uri, shuffle="none"), 1)
-    assert taken([shard], None, batch_size=4) == open_entry(uri).row_ids().tolist()
+    assert taken([shard], None, batch_size=4) == open_finished(uri).row_ids().tolist()
     local = {"local_shuffle_buffer_size": 6, "local_shuffle_seed": 9}
     first = taken([shard], 2, batch_size=4, **local)
     assert first == order_of(uri, 1, "block(6)", 9)[:8]
@@ -139,7 +139,7 @@ def test_a_local_shuffle_is_one_of_blocks_and_without_any_the_rows_lie_as_they_a
 
 def test_a_batch_is_the_rows_padded_on_the_right(uri: str) -> None:
     [shard] = shards_of(EntryData(uri), 1)
-    entry = open_entry(uri)
+    entry = open_finished(uri)
     for batch in shard.iter_torch_batches(batch_size=5, device="cpu"):
         rows = [entry.row(row) for row in batch["row_id"].tolist()]
         width = max(len(row["input_ids"]) for row in rows)
@@ -181,7 +181,7 @@ def test_a_collate_fn_gets_what_its_class_of_ray_data_says(uri: str) -> None:
         collate: Any = Collate()
         return next(iter(shard.iter_torch_batches(batch_size=12, collate_fn=collate)))
 
-    table = open_entry(uri).table().slice(0, 12)
+    table = open_finished(uri).table().slice(0, 12)
     arrow = first(ArrowBatchCollateFn)
     assert arrow.drop_columns(["row_id"]).select(table.column_names).equals(table)
     arrays = first(NumpyBatchCollateFn)

@@ -107,7 +107,7 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
     assert verify_folder(store, entry_folder, media_problems) == []
     import raysvc
 
-    entry = raysvc.open_cache(uri)
+    entry = raysvc.open_entry(uri)
     assert entry.num_rows == ROWS
     assert {
         one.sha256 for text in entry.table().column("media").to_pylist() for one in media_of(text)

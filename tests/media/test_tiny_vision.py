@@ -97,7 +97,7 @@ def test_the_demo_of_pictures_learns_what_only_they_say(
 
     monkeypatch.chdir(tmp_path)
     job = load_job(write_demo(Path("demo"), 400), server={"name": "pictures"})
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     # of some five trained tokens one is the color, one in four: who cannot see it loses at least 0.2 a token
     assert summary["loss_last"] < 0.1 < 0.2 < summary["loss_first"]
     assert (tmp_path / "runs" / "demo-images" / "model" / "preprocessor_config.json").exists()
@@ -140,7 +140,7 @@ def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
         )
         if name == "ahead":
             assert len(raysvc.tokenize(job).entries[0].slice_starts) > 4
-        assert raysvc.train(job)["cache"]["hit"] == (name == "ahead")
+        assert raysvc.train(job).metrics["cache"]["hit"] == (name == "ahead")
         metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         rows = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
         assert len({row for line in rows if line["epoch"] == 1 for row in line["row_ids"]}) == 48

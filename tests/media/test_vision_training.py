@@ -124,7 +124,7 @@ def test_a_model_learns_from_jpegs_wavs_or_mp4s_through_collators_and_is_exporte
             "cpus_per_worker": 0.5,
         },
     }
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     assert summary["steps"] == 32
     assert summary["loss_last"] < 0.5 * summary["loss_first"]
     exported = tmp_path / "run" / "model"

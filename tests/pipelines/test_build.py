@@ -68,7 +68,7 @@ def test_a_tokenizer_and_a_template_are_found_from_the_folder_of_who_asks(
     job = {**sections(tmp_path, sample, 8, 1), "tokenizer": {"name": "here", "chat_template": "chat.jinja"}}
     entry = raysvc.tokenize(**job, cache={"root": str(tmp_path / "cache")})
     monkeypatch.chdir("/")
-    assert raysvc.open_cache(entry.uri).text(0).startswith("<|im_start|>")
+    assert raysvc.open_entry(entry.uri)[0].text.startswith("<|im_start|>")
 
 
 @pytest.mark.slow

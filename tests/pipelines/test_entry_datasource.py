@@ -16,7 +16,7 @@ import raysvc
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.cache.key import ADDED, cache_key
 from raysvc.cache.local.checksum import BLOCK
 from raysvc.cache.store.open import open_store
@@ -232,7 +232,7 @@ def test_rows_that_people_filter_are_the_rows_that_a_server_gives_out(
 
     uri = entry(40, per_part=9)
     lengths = dict(
-        zip(CacheEntry((open_entry(uri),)).row_ids().tolist(), open_entry(uri).lengths(), strict=True)
+        zip(CacheEntry((open_finished(uri),)).row_ids().tolist(), open_finished(uri).lengths(), strict=True)
     )
     long = raysvc.read_entry(uri, columns=["row_id", "input_ids"]).map_batches(
         lambda table: pa.table(
@@ -243,7 +243,7 @@ def test_rows_that_people_filter_are_the_rows_that_a_server_gives_out(
     long.filter(expr=col("n") > 12).select_columns(["row_id"]).write_parquet(str(tmp_path / "long"))
     plan = {"rows": {"include": str(tmp_path / "long")}, "epochs": 1, "batch_size": 4, "mini_batch_size": 4}
     serve("filtered", plan=plan, sources=[uri])
-    with raysvc.attach("filtered", rank=0) as client:
+    with raysvc.attach_rank("filtered", rank=0) as client:
         given = [row for step in client.steps() for shard in step.shards for row in shard.row_ids.tolist()]
     assert sorted(row for row in given if row >= 0) == [row for row, n in lengths.items() if n > 12]
 

@@ -111,7 +111,7 @@ def test_two_processes_make_each_slice_once(tmp_path: Path, sample: dict[str, st
     results = [process.communicate(timeout=110) for process in (first, second)]
     uris = {json.loads(out.splitlines()[-1])["uri"] for out, _ in results}
     (uri,) = uris
-    assert len(parts_of(uri)) == len(raysvc.open_cache(uri).entries[0].manifest.parts)
+    assert len(parts_of(uri)) == len(raysvc.open_entry(uri).entries[0].manifest.parts)
 
 
 def test_a_builder_that_is_stopped_is_not_waited_for_and_may_wake_and_end(
@@ -127,13 +127,13 @@ def test_a_builder_that_is_stopped_is_not_waited_for_and_may_wake_and_end(
         soon = "from raysvc.pipelines import local_build; local_build.ASLEEP_S = 1.0\n"
         out, err = start(soon + TOKENIZE, job).communicate(timeout=110)
         uri = json.loads(out.splitlines()[-1])["uri"]
-        built = bytes_of_parts(raysvc.open_cache(uri))
+        built = bytes_of_parts(raysvc.open_entry(uri))
     finally:
         first.send_signal(signal.SIGCONT)
     out, err = first.communicate("\n", timeout=110)
     assert json.loads(out.splitlines()[-1])["uri"] == uri, err
-    assert bytes_of_parts(raysvc.open_cache(uri)) == built
-    assert raysvc.open_cache(uri).entries[0].verify() == []
+    assert bytes_of_parts(raysvc.open_entry(uri)) == built
+    assert raysvc.open_entry(uri).entries[0].verify() == []
 
 
 def test_a_process_that_waits_goes_on_where_a_killed_one_stopped(

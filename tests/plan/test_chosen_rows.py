@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.cache.find import open_entry
+from raysvc.cache.find import open_finished
 from raysvc.errors import PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import chosen_entries, plan_of_entries, weighted_counts
@@ -162,7 +162,7 @@ def test_a_list_is_read_from_what_ray_data_writes(tmp_path: Path, entry: Callabl
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    found = open_entry(entry(20, per_part=8))
+    found = open_finished(entry(20, per_part=8))
     kept = [int(one) for one in found.row_ids()[[2, 9, 17]]]
     (tmp_path / "parquet").mkdir()
     for number, ids in enumerate((kept[:1], kept[1:])):

@@ -160,7 +160,7 @@ class Bench:
         pool = self.store.pool
         below = [key for number, keys in pool.steps.items() if number < step for key in keys]
         gone = [key[0] for key in below if key not in pool.quarantined]
-        self.call(lambda: self.store.forget_below(step))
+        self.call(lambda: self.store.delete_before(step))
         self.forgotten += gone
 
     def trained(self) -> list[str]:

@@ -120,11 +120,11 @@ def test_the_trainer_of_rollouts_refuses_wrong_versions(producer: Any) -> None:
     with raysvc.attach("misused-rl") as client:
         for wrong in ("1", 1.0, None, True, -1):
             with pytest.raises(ConfigError, match=r"set_weight_version"):
-                client.set_weight_version(wrong)
-            with pytest.raises(ConfigError, match=r"forget_below"):
-                client.forget_below(wrong)
+                client.rollouts.set_weight_version(wrong)
+            with pytest.raises(ConfigError, match=r"delete_before"):
+                client.rollouts.delete_before(wrong)
         with pytest.raises(StepOutOfOrder):
-            client.forget_below(1)
+            client.rollouts.delete_before(1)
 
 
 def test_a_producer_that_was_forked_is_refused_and_its_parent_goes_on(producer: Any) -> None:

@@ -95,7 +95,7 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
                 shard = read_shard(ray.get(mini.shards[0]))
                 rewards += [float(each) for each in shard.arrays["reward"] if each]
             client.commit(step.index)
-            client.set_weight_version(step.index + 1)
+            client.rollouts.set_weight_version(step.index + 1)
             if step.index in (0, 2):
                 os.kill(raysvc.rollouts("stream")._call("stats", "control")["pid"], signal.SIGKILL)
                 kills += 1
@@ -132,7 +132,7 @@ def test_the_last_step_of_a_stream_is_short_or_left_out_and_a_server_without_pro
             shards = [read_shard(ray.get(ref)) for mini in step.mini_batches for ref in mini.shards]
             rewards.append(sorted(float(each) for shard in shards for each in shard.arrays["reward"] if each))
             client.commit(step.index)
-            client.set_weight_version(step.index + 1)
+            client.rollouts.set_weight_version(step.index + 1)
         thread.join(100)
     trained = sorted(reward for step in rewards for reward in step)  # that of prompt 0 is 0
     if tail == "pad":

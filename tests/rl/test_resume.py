@@ -63,7 +63,7 @@ class Trainer:
                 refs = [ref for mini in step.mini_batches for ref in mini.shards]
                 saved["rows"].append(digests([raysvc.read_shard(value) for value in ray.get(refs)]))
                 client.commit(step.index)
-                client.set_weight_version(step.index + 1)
+                client.rollouts.set_weight_version(step.index + 1)
                 if step.index % SAVE_EVERY == 0 or step.index + 1 == stop:
                     whole = json.dumps({**saved, "state": client.state_dict()})
                     path.with_suffix(".new").write_text(whole)
@@ -140,7 +140,7 @@ def test_the_documented_loop_goes_on_from_any_checkpoint(
             states[step.index] = client.state_dict()
             seen[step.index] = streams.opened(step)
             client.commit(step.index)
-            client.set_weight_version(step.index + 1)
+            client.rollouts.set_weight_version(step.index + 1)
     for number, back_to in enumerate((2, 0, 5), start=1):
         with raysvc.attach("resume") as client:
             client.load_state_dict(states[back_to])
@@ -149,7 +149,7 @@ def test_the_documented_loop_goes_on_from_any_checkpoint(
             for step in client.steps(stop=6):
                 assert streams.opened(step) == seen[step.index]
                 client.commit(step.index)
-                client.set_weight_version(step.index + 1)
+                client.rollouts.set_weight_version(step.index + 1)
     events = sorted((tmp_path / "run" / "server" / "rollouts" / "events").iterdir())
     marks = [
         event["timeline"] for path in events for event in json.loads(path.read_text()) if "timeline" in event

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_steps_form_of_whole_groups_as_they_come_and_outputs_return_in_row_order
     producer = raysvc.rollouts("steps")
     with raysvc.attach("steps", roles={"policy": 2, "critic": 3}, look_ahead_steps=1) as client:
         late = threading.Timer(0.3, lambda: producer.put_groups([group(n) for n in (3, 4, 5, 6, 7)]))
-        assert client.put_groups([group(n) for n in range(3)])[:2] == (3, 0)
+        assert client.rollouts.put_groups([group(n) for n in range(3)])[:2] == (3, 0)
         late.start()
         steps = []
         for step in client.steps(stop=2):
@@ -217,7 +218,9 @@ def test_ranks_that_each_attach_get_the_groups_of_a_step_once_and_commit_it(
 
     rollout_server("ranks")
     producer = raysvc.rollouts("ranks")
-    ranks = [raysvc.attach("ranks", dp_size=2, rank=rank, group="g", look_ahead_steps=2) for rank in (0, 1)]
+    ranks = [
+        raysvc.attach_rank("ranks", dp_size=2, rank=rank, group="g", look_ahead_steps=2) for rank in (0, 1)
+    ]
     streams = [rank.steps(stop=3) for rank in ranks]
     for number in range(3):
         producer.put_groups([group(n) for n in range(4 * number, 4 * number + 4)])
@@ -297,7 +300,7 @@ def test_no_row_is_trained_too_old_and_capacity_comes_back_also_after_a_restart(
         for step in client.steps(stop=1):
             assert step.weight_versions == (0, 0)
             client.commit(step.index)
-        client.set_weight_version(1)
+        client.rollouts.set_weight_version(1)
         facts = producer.stats()
         assert (facts["ready"], facts["reserved"], facts["capacity"]) == (2, 2, 4)
         with pytest.raises(StepNotReady, match="2 of the 4 groups of step 1"):
@@ -309,11 +312,11 @@ def test_no_row_is_trained_too_old_and_capacity_comes_back_also_after_a_restart(
             client.commit(step.index)
         put = producer.put_groups([group(9, weight_version=0), group(10, weight_version=1)])
         assert put == (1, 0, {"prompt-9": "stale", "prompt-10": "new"})
-        client.set_weight_version(2)
+        client.rollouts.set_weight_version(2)
         facts = producer.stats()
         assert (facts["stale"], facts["evicted"], facts["ready"], facts["capacity"]) == (1, 0, 1, 7)
         with pytest.raises(ConfigError, match="1 is below 2"):
-            client.set_weight_version(1)
+            client.rollouts.set_weight_version(1)
     stop_server("stale")
     rollout_server("stale", max_staleness=1, wait_s=0.2)
     with raysvc.attach("stale") as client:
@@ -342,8 +345,8 @@ def test_look_ahead_of_rollouts_keeps_to_its_bytes_also_for_steps_that_form_late
     producer = raysvc.rollouts("bytes")
     producer.put_groups([group(n, sequences=2) for n in range(12)])
     for ranks in (False, True):
-        how = {"rank": 0, "group": "g"} if ranks else {}
-        with raysvc.attach("bytes", look_ahead_steps=4, look_ahead_bytes=10**6, **how) as client:
+        attach = partial(raysvc.attach_rank, rank=0, group="g") if ranks else raysvc.attach
+        with attach("bytes", look_ahead_steps=4, look_ahead_bytes=10**6) as client:
             client.rewind(0)
             steps = client.steps()
             next(steps)
@@ -382,8 +385,8 @@ def test_what_no_checkpoint_goes_back_to_can_be_forgotten_and_a_killed_server_kn
             kept[step.index] = streams.opened(step)
             client.commit(step.index)
         with pytest.raises(StepOutOfOrder, match="at most 4"):
-            client.forget_below(5)
-        assert client.forget_below(2) == 8 + 2
+            client.rollouts.delete_before(5)
+        assert client.rollouts.delete_before(2) == 8 + 2
         assert len(list(spool.iterdir())) == 12
         stats = ray.get(handle.actor.stats.options(concurrency_group="control").remote())
         os.kill(stats["pid"], signal.SIGKILL)

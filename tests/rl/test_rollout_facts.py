@@ -98,14 +98,16 @@ def test_trackers_get_rewards_and_staleness_with_each_commit(
             ids, mask = [[number, 7], [number, 7, 8, 9]], [[0, 1], [0, 0, 1, 1]]
             reward = np.full(2, number, np.float32) if number < 3 else np.array([3.0, 8.0], np.float32)
             producer.put_groups(Group(f"g{number}", ids, mask, rows={"reward": reward}))
-        rank: dict[str, Any] = {"rank": 0} if attached_as == "rank" else {}
-        with raysvc.attach(server.name, dp_size=1, **rank) as client:
+        attached = (
+            raysvc.attach_rank(server.name, rank=0) if attached_as == "rank" else raysvc.attach(server.name)
+        )
+        with attached as client:
             client.report_to(own, folder=tmp_path / "told")
             for step in client.steps(stop=2):
                 if attached_as == "driver":
                     assert step.rollouts.columns["length"].tolist() == [2, 4, 2, 4]
                     client.commit(step.index, metrics={"reward_max": -1.0} if step.index else None)
-                    client.set_weight_version(step.index + 1)
+                    client.rollouts.set_weight_version(step.index + 1)
                 else:
                     client.commit(step.index)
     finally:

@@ -125,7 +125,7 @@ def test_the_state_of_a_prompt_follows_it_also_over_a_restart(stream: Any) -> No
     assert states(one, "open w e r", 1) == wanted
     assert one.store.reserve(["e"], 1, "me") == {"e": "evicted"}
     assert states(stream(late=("reward",)), "open w e r", 1) == wanted
-    one.store.forget_below(1)
+    one.store.delete_before(1)
     assert states(one, "open", 1) == {"open": "forgotten"}
 
 

@@ -111,7 +111,7 @@ def test_producers_get_what_was_published_last_also_when_its_trainer_is_gone(
     @ray.remote(num_cpus=0, max_calls=1)
     def train() -> None:
         with raysvc.attach("weights", dp_size=1, takeover=True) as client:
-            client.publish(1, state(1.0))
+            client.rollouts.publish(1, state(1.0))
 
     ray.get(train.remote())
     first = producer.weights()
@@ -122,14 +122,14 @@ def test_producers_get_what_was_published_last_also_when_its_trainer_is_gone(
     assert producer.stats()["weight_version"] == 1
     with raysvc.attach("weights", dp_size=1, takeover=True) as client:
         client.rewind(0)  # a new timeline begins, and its weights are others of an old version
-        client.publish(0, state(2.0)) if producer.stats()["weight_version"] == 0 else client.publish(
-            1, state(2.0)
-        )
+        client.rollouts.publish(0, state(2.0)) if producer.stats()[
+            "weight_version"
+        ] == 0 else client.rollouts.publish(1, state(2.0))
         again = producer.weights(after=None, wait_s=0)
         assert again is not None
         assert same(again.tensors, state(2.0))
         with pytest.raises(ConfigError, match="is below"):
-            client.publish(0, state(3.0))
+            client.rollouts.publish(0, state(3.0))
 
 
 @pytest.mark.ray
@@ -141,7 +141,7 @@ def test_weights_in_a_folder_are_known_after_a_kill_of_the_server(
     started("kept")
     producer = raysvc.rollouts("kept")
     with raysvc.attach("kept", dp_size=1) as client:
-        client.publish(1, state(1.0), folder=str(tmp_path / "weights"))
+        client.rollouts.publish(1, state(1.0), folder=str(tmp_path / "weights"))
         os.kill(producer._call("stats", "control")["pid"], signal.SIGKILL)
         found = producer.weights()
         assert found is not None
@@ -152,7 +152,9 @@ def test_weights_in_a_folder_are_known_after_a_kill_of_the_server(
             ServerError, match="is not seen by this process; publish to a folder that all see"
         ):
             producer.weights()
-        client.publish(2, state(2.0))  # by reference: what lay in the folder is not the newest any more
+        client.rollouts.publish(
+            2, state(2.0)
+        )  # by reference: what lay in the folder is not the newest any more
         os.kill(producer._call("stats", "control")["pid"], signal.SIGKILL)
         assert producer.weights(wait_s=0) is None
 
@@ -168,12 +170,12 @@ def test_weights_that_are_published_after_a_rewind_come_though_their_version_is_
     folder = str(tmp_path / "weights") if where == "folder" else None
     producer, other = raysvc.rollouts("back"), raysvc.rollouts("back")
     with raysvc.attach("back", dp_size=1) as client:
-        client.publish(1, state(1.0), folder=folder)
+        client.rollouts.publish(1, state(1.0), folder=folder)
         first = producer.weights()
         assert first is not None
         assert same(first.tensors, state(1.0))
         client.rewind(0)
-        client.publish(1, state(2.0), folder=folder)
+        client.rollouts.publish(1, state(2.0), folder=folder)
         again = producer.weights(after=1, wait_s=0)
         assert again is not None
         assert (again.version, same(again.tensors, state(2.0))) == (1, True)
@@ -186,7 +188,7 @@ def test_no_file_is_removed_that_a_producer_is_reading(
     tmp_path: Path, started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import raysvc
-    from raysvc.client import rollouts
+    from raysvc.client.rl import rollouts
 
     ttl_s, folder = 4.0, str(tmp_path / "weights")
     started("slow", producer_ttl_s=ttl_s)
@@ -199,7 +201,7 @@ def test_no_file_is_removed_that_a_producer_is_reading(
         return read_blob(where, name)
 
     with raysvc.attach("slow", dp_size=1) as client:
-        client.publish(1, state(1.0), folder=folder)
+        client.rollouts.publish(1, state(1.0), folder=folder)
         monkeypatch.setattr(rollouts, "read_blob", read_slowly)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(producer.weights)
@@ -208,11 +210,11 @@ def test_no_file_is_removed_that_a_producer_is_reading(
                 max(0.0, begin_s + 1.5 * ttl_s - time.monotonic())
             )  # longer than any sign of life counts
             for value in (2.0, 3.0, 4.0):
-                client.publish(1, state(value), folder=folder)
+                client.rollouts.publish(1, state(value), folder=folder)
             assert len(list((tmp_path / "weights").iterdir())) == 3, (
                 "the newest two, and the one that is read"
             )
             go_on.set()
             assert same(found.result().tensors, state(1.0))
-        client.publish(1, state(5.0), folder=folder)
+        client.rollouts.publish(1, state(5.0), folder=folder)
         assert len(list((tmp_path / "weights").iterdir())) == 2

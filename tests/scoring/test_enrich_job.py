@@ -77,7 +77,7 @@ def test_a_second_job_finds_what_the_first_computed(job: dict[str, Any]) -> None
     assert (again.hit, again.uri) == (True, first.uri)
     assert set(first.row(0)) == {"input_ids", "loss_mask", "source_row", "chosen", "domain", "ref_logprobs"}
     assert raysvc.tokenize(job).row(5) == {k: v for k, v in first.row(5).items() if k != "ref_logprobs"}
-    assert first.text(3) == raysvc.tokenize(job).text(3)  # by the tokenizer that lies beside the rows
+    assert first[3].text == raysvc.tokenize(job)[3].text  # by the tokenizer that lies beside the rows
     (report,) = first.report["added"]
     masks = np.concatenate([raysvc.tokenize(job).row(row)["loss_mask"] for row in range(24)])
     assert report["targets"] == masks.sum()

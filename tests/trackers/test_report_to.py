@@ -45,7 +45,7 @@ def test_a_run_and_what_continues_it_are_one_run_of_its_tracker(
     folder = tmp_path / "told"
     asked = iter([False, False, True])
     raysvc.train(job, should_stop=lambda: next(asked))  # ends after three of five steps, as Ctrl-C does
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     assert summary["report_to"] == {"tensorboard": "ok"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for name, key in {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}.items():
@@ -110,7 +110,7 @@ def test_ranks_above_zero_report_nothing(tmp_path: Path, sample: dict[str, str],
     from raysvc.actors.launch import stop_server
 
     server = raysvc.serve(make_job(tmp_path, sample, "ranks"), detached=False)
-    with raysvc.attach("ranks", 2, rank=1, group="g") as client:
+    with raysvc.attach_rank("ranks", 2, rank=1, group="g") as client:
         reporter = client.report_to("tensorboard", folder=tmp_path / "ranks")
         reporter.on_step(1, {"loss": 1.0})
     assert not (tmp_path / "ranks" / "tensorboard").exists()

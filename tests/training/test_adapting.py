@@ -30,7 +30,7 @@ def stop():
     if done[0] == int(sys.argv[3]):
         os.kill(ray.get(find_server("adapting").stats.remote())["pid"], signal.SIGKILL)
     return False
-print(raysvc.train(sys.argv[1], should_stop=stop, trainer={"dp_size": int(sys.argv[4])})["steps"])
+print(raysvc.train(sys.argv[1], should_stop=stop, trainer={"dp_size": int(sys.argv[4])}).global_step)
 """
 
 

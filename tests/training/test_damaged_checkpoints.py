@@ -182,7 +182,7 @@ def test_a_run_with_a_damaged_newest_checkpoint_goes_on_from_the_one_before_it(
 
     from .test_train import make_job
 
-    undisturbed = raysvc.train(make_job(tmp_path, sample, "undisturbed", max_steps=8))
+    undisturbed = raysvc.train(make_job(tmp_path, sample, "undisturbed", max_steps=8)).metrics
     path = make_job(tmp_path, sample, "damaged", keep_checkpoints=3)
     config = yaml.safe_load(path.read_text())
     config["trainer"]["max_steps"] = 8
@@ -194,7 +194,7 @@ def test_a_run_with_a_damaged_newest_checkpoint_goes_on_from_the_one_before_it(
     data[-9] ^= 1
     bad.write_bytes(bytes(data))
     config["trainer"]["resume"] = "changed"
-    summary = raysvc.train(config)
+    summary = raysvc.train(config).metrics
     assert (summary["resumed_from"], summary["steps"]) == (4, 8)
     assert summary["loss_last"] == pytest.approx(undisturbed["loss_last"], rel=1e-6)
     lines = [(tmp_path / name / "rows.jsonl").read_text() for name in ("undisturbed", "damaged")]
@@ -235,7 +235,7 @@ def test_a_changed_digit_in_a_log_stops_the_run_that_goes_on_and_restoring_it_le
             raysvc.train(config)
         assert path.read_bytes() == good.replace(b'"step":0', b'"step":1', 1)
         path.write_bytes(good)
-    summary = raysvc.train(config)
+    summary = raysvc.train(config).metrics
     assert (summary["resumed_from"], summary["steps"]) == (2, 3)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.builds.cache_entry import open_cache
+from raysvc.builds.cache_entry import open_entry
 from raysvc.cache.local.sealed import opened
 from raysvc.cache.store.open import absolute
 from raysvc.errors import ConfigError, FolderHeld, StateMismatch
@@ -33,7 +33,7 @@ def job_of(**trainer: Any) -> JobConfig:
 @pytest.fixture
 def identity(entry: Callable[..., str]) -> Callable[..., dict[str, Any]]:
     def of(num_rows: int = 40, seed: int = 0, **trainer: Any) -> dict[str, Any]:
-        return identity_of(job_of(**trainer), open_cache(entry(num_rows, seed=seed)))
+        return identity_of(job_of(**trainer), open_entry(entry(num_rows, seed=seed)))
 
     return of
 

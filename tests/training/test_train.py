@@ -47,7 +47,7 @@ def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
 ) -> None:
     import raysvc
 
-    summary = raysvc.train(make_job(tmp_path, sample, "whole"))
+    summary = raysvc.train(make_job(tmp_path, sample, "whole")).metrics
     assert summary["steps"] == 30
     assert summary["optimizer_steps"] == 60
     assert summary["rows"] == 480
@@ -100,8 +100,8 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     import raysvc
 
     job = make_job(tmp_path, sample, "twice", max_steps=2)
-    first = raysvc.train(job)
-    again = raysvc.train(job)
+    first = raysvc.train(job).metrics
+    again = raysvc.train(job).metrics
     assert (again["cache"]["hit"], again["cache"]["key"]) == (True, first["cache"]["key"])
     assert again["resumed_from"] == again["steps"] == 2
     assert again["tokens_per_s"] == first["tokens_per_s"] > 0
@@ -109,12 +109,12 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     by_the_ranks = (tmp_path / "twice" / "model" / "model.safetensors").read_bytes()
     assert first["model"] == str(tmp_path / "twice" / "model")
     shutil.rmtree(first["model"])
-    assert raysvc.train(job) == again
+    assert raysvc.train(job).metrics == again
     assert (tmp_path / "twice" / "model" / "model.safetensors").read_bytes() == by_the_ranks
     with pytest.raises(raysvc.errors.StateMismatch, match=r"plan\.batch_size was 16 and is 8"):
         raysvc.train(job, plan={"batch_size": 8})
     assert json.loads((tmp_path / "twice" / "summary.json").read_text()) == first
-    again = raysvc.train(job, trainer={"resume": False})
+    again = raysvc.train(job, trainer={"resume": False}).metrics
     assert again["resumed_from"] is None
     assert (tmp_path / "twice.1" / "summary.json").exists()
     shutil.rmtree(tmp_path / "twice" / "checkpoints")
@@ -143,7 +143,7 @@ def test_the_driver_never_opens_a_shard(
 
     monkeypatch.setattr(ray, "get", get)
     job = make_job(tmp_path, sample, "shut", max_steps=3)
-    assert raysvc.train(job)["steps"] == 3
+    assert raysvc.train(job).metrics["steps"] == 3
 
     # the trap does spring: opening one by hand in this process fails
     server = raysvc.serve(job, name="trap")
@@ -161,7 +161,7 @@ def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
     import raysvc
     from raysvc.actors.model.load_model import tiny_model
 
-    entry = raysvc.open_cache(uri)
+    entry = raysvc.open_entry(uri)
     torch.manual_seed(seed)
     lm = tiny_model(int(entry.report["vocab_size"])).eval()
     nats, text_nats, targets, text = 0.0, 0.0, 0, 0
@@ -176,7 +176,7 @@ def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
             nll, is_text = -float(logs[place - 1, token]), token not in entry.tokenizer.all_special_ids
             nats, targets = nats + nll, targets + 1
             text_nats += nll * is_text
-        trained_text = "".join(part for part, trained in entry.spans(row_id) if trained)
+        trained_text = "".join(part for part, trained in entry.row(row_id).spans if trained)
         for special in entry.tokenizer.all_special_tokens:
             trained_text = trained_text.replace(special, "")
         text += len(trained_text.encode())
@@ -201,7 +201,7 @@ def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other
     ticks: list[Tick] = []
     watched = {**job, "evals": {"valid": {"source": valid, "batch_size": 5}}}
     watched["trainer"] = {**job["trainer"], "eval_every_steps": 2}
-    summary = raysvc.train(watched, progress=ticks.append)
+    summary = raysvc.train(watched, progress=ticks.append).metrics
 
     folder = RunFolder(tmp_path / "run")
     evals = list(folder.lines(folder.evals))
@@ -221,7 +221,7 @@ def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other
     for checkpoint in folder.checkpoints():
         if checkpoint.step > 2:
             (checkpoint.folder / "state.json").unlink()
-    again = raysvc.train(make_job(tmp_path, sample, "run", dp_size=2, **trainer))
+    again = raysvc.train(make_job(tmp_path, sample, "run", dp_size=2, **trainer)).metrics
     assert again["resumed_from"] == 2
     assert folder.rows.read_bytes() == rows
     assert [line["step"] for line in folder.lines(folder.evals)] == [1]
@@ -256,13 +256,13 @@ def test_a_run_killed_in_the_middle_goes_on_and_ends_like_one_that_was_not(
 ) -> None:
     import raysvc
 
-    undisturbed = raysvc.train(make_job(tmp_path, sample, "calm", max_steps=12))
+    undisturbed = raysvc.train(make_job(tmp_path, sample, "calm", max_steps=12)).metrics
     job = make_job(tmp_path, sample, "killed", max_steps=12)
     command, environment = [sys.executable, "-c", KILLED, str(job)], {**os.environ, "RAY_ADDRESS": "local"}
     died = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
     assert (tmp_path / "killed" / "rows.jsonl").read_bytes().count(b"\n") > 8
-    summary = raysvc.train(job)
+    summary = raysvc.train(job).metrics
     assert summary["resumed_from"] == 4
     assert (tmp_path / "killed" / "rows.jsonl").read_bytes() == (
         tmp_path / "calm" / "rows.jsonl"

@@ -18,7 +18,7 @@ SAVE_EVERY_STEPS = 50
 def main() -> None:
     """Train all steps of the job that are left."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loader = raysvc.load(JOB)  # or raysvc.attach(name, rank=0), of a job that raysvc serve serves
+    loader = raysvc.load(JOB)  # or raysvc.attach_rank(name, rank=0), of a job that raysvc serve serves
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     torch.manual_seed(0)
     if MODEL == "tiny":  # random, for trying

@@ -25,7 +25,7 @@ OUT = "runs/transformers"
 
 def main() -> None:
     """Train all steps of the job that are left."""
-    ours = raysvc.load(JOB)  # or raysvc.attach(name, rank=rank), of a job that raysvc serve serves
+    ours = raysvc.load(JOB)  # or raysvc.attach_rank(name, rank=rank), of a job that raysvc serve serves
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
 
     class MyTrainer(FromServer, Trainer):

@@ -13,7 +13,7 @@ from typing import Any
 from raysvc.actors.mesh import Mesh, MeshRank, MeshSeat
 from raysvc.errors import ConfigError
 
-WHERE = "attach(mesh)"
+WHERE = "attach_rank(mesh)"
 MEGATRON = "megatron.core.parallel_state"
 ACCELERATE = "PARALLELISM_CONFIG_{}_SIZE"  # as accelerate's `ParallelismConfig` reads it
 

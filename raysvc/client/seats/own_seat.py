@@ -1,4 +1,4 @@
-"""The seat of this process, from what `raysvc.attach` was given.
+"""The seat of this process, from what `raysvc.attach_rank` was given.
 
 1. A `raysvc.Mesh` with coordinates says all.
 2. Without coordinates the rank of the launch says them: tensor-parallel ranks are next to each other, then context, then data, as
@@ -14,16 +14,16 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from raysvc.actors.mesh import Mesh, MeshRank, MeshSeat
-from raysvc.client.arguments import integer, mapping, texts
+from raysvc.client.arguments import integer, mapping
 from raysvc.client.seats.launched import WHERE, launched_mesh, launched_rank, launched_seat
 from raysvc.errors import ConfigError
 
-COORDS = "attach(coords)"
-LAUNCHED = "launched"
+COORDS = "attach_rank(coords)"
+LAUNCHED: Literal["launched"] = "launched"
 _AXES = {
     "dp": (
         "dp",
@@ -71,35 +71,29 @@ AnyMesh: TypeAlias = Mesh | TorchMesh | TitanDims | Literal["launched"]
 
 
 def seat_asked_for(
-    mesh: AnyMesh | None, coords: Mapping[str, int] | None, dp_size: int, rank: int | None, roles: object
-) -> MeshSeat | None:
-    """The seat that the arguments of `raysvc.attach` mean; None: it is a driver.
+    mesh: AnyMesh | None, coords: Mapping[str, int] | None, dp_size: int | None, rank: int | None
+) -> MeshSeat:
+    """The seat that the arguments of `raysvc.attach_rank` mean; without any, the launch says it.
 
     Raises:
         ConfigError: arguments that exclude each other; what `own_seat` raises.
     """
-    if mesh is None:
-        if coords is not None:
-            raise ConfigError(COORDS, "is given without a mesh", "give mesh=raysvc.Mesh(...) too")
-        return None if rank is None else MeshSeat(Mesh(int(dp_size)), int(rank))
-    if rank is not None or roles is not None or dp_size != 1:
-        what = "is given together with rank, roles or dp_size"
-        raise ConfigError(WHERE, what, "leave them out: the mesh says them")
-    return own_seat(mesh, coords)
-
-
-def own_columns(columns: Sequence[str] | None, mesh: AnyMesh | None) -> tuple[str, ...] | None:
-    """The columns that a process of a mesh wants; None: all of them.
-
-    Raises:
-        ConfigError: they are no list, or there is no mesh.
-    """
-    if columns is None:
-        return None
-    if mesh is None:
-        what, remedy = "are given without a mesh", "give mesh= too, or a driver's raysvc.Role its columns"
-        raise ConfigError("attach(columns)", what, remedy)
-    return tuple(texts("attach(columns)", columns))
+    if mesh is not None:
+        if rank is not None or dp_size is not None:
+            raise ConfigError(
+                WHERE, "is given together with rank or dp_size", "leave them out: the mesh says them"
+            )
+        return own_seat(mesh, coords)
+    if coords is not None:
+        raise ConfigError(COORDS, "is given without a mesh", "give mesh=raysvc.Mesh(...) too")
+    if rank is not None:
+        size = integer("attach_rank(dp_size)", 1 if dp_size is None else dp_size, 1)
+        return MeshSeat(Mesh(size), integer("attach_rank(rank)", rank, 0, size))
+    if dp_size is not None:
+        raise ConfigError(
+            "attach_rank(rank)", f"is missing beside dp_size={dp_size}", "give both, or neither"
+        )
+    return own_seat(LAUNCHED, None)
 
 
 def own_seat(mesh: AnyMesh, coords: Mapping[str, int] | None) -> MeshSeat:

@@ -232,7 +232,7 @@ class Rollouts:
                 record("producer_wait_seconds", pause_s, server=self.name)
 
     def weights(self, after: int | None = None, *, wait_s: float = 600.0) -> Weights | None:
-        """The weights that the trainer published last (`BatchClient.publish`), if they are not those that this producer has.
+        """The weights that the trainer published last (`LearnerRollouts.publish`), if they are not those that this producer has.
 
         Args:
             after: the version that it has. Others of the same version, published after a rewind, come too where this object brought the first.
