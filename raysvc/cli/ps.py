@@ -10,14 +10,14 @@ from raysvc.cli.view import print_rows
 
 @edge
 def ps(address: Address = None, as_json: AsJson = False) -> None:
-    """List the servers of a cluster, their trainers and progress.
+    """List the servers of a cluster, their trainers and progress; without an address those of all your runs on this machine.
 
     Example: raysvc ps --address auto
     """
-    from raysvc.inspect.servers import join_cluster, list_servers
+    from raysvc.inspect.clusters import looking
 
-    join_cluster(address)
-    servers = list_servers()
+    with looking(address) as look:
+        servers = (look() or {}).get("servers", [])
     if as_json:
         emit({"servers": servers})
         return

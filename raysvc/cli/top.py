@@ -18,6 +18,7 @@ from raysvc.cli.common import Address, AsJson, edge, emit
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from raysvc.inspect.clusters import Facts, Look
     from raysvc.inspect.live import Line, Snapshot
     from raysvc.inspect.run_logs import RunLogs
 
@@ -36,36 +37,32 @@ def top(
     port: Port = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the servers of a cluster, live, until it ends.
+    """Watch the servers of a cluster, live, until it ends; without an address those of all your runs on this machine.
 
     Trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease and node of each.
 
     Example: raysvc top --address auto --interval 5
     """
-    from raysvc.cluster import ending_with
-    from raysvc.inspect.servers import join_cluster
+    from raysvc.inspect.clusters import looking
 
-    join_cluster(address)
-    import ray  # not before: it reads how to sign in when it is imported
-
-    with ending_with(ray.get_runtime_context().gcs_address, code=1 if as_json else 0):
+    with looking(address, code=1 if as_json else 0) as look:
         if web:
-            _serve(port)
+            _serve(look, port)
         elif as_json:
-            *_, (_, last) = _looks(interval, count or 2)
+            *_, (_, last) = _looks(look, interval, count or 2)
             emit({"servers": [asdict(line) for line in last]})
         else:
             with suppress(KeyboardInterrupt):  # how one leaves it
-                _show(interval, count)
+                _show(look, interval, count)
 
 
-def _serve(port: int) -> None:
+def _serve(look: Look, port: int) -> None:
     from raysvc.errors import ConfigError
     from raysvc.inspect.run_logs import RunLogs
     from raysvc.report.live_page import page_server
 
     try:
-        server, url = page_server(partial(rows, RunLogs()), port)
+        server, url = page_server(partial(rows, look, RunLogs()), port)
     except OSError as error:
         raise ConfigError("--port", f"{port}: {error.strerror}", "give another one, or 0") from None
     print(url, flush=True)
@@ -73,26 +70,18 @@ def _serve(port: int) -> None:
         server.serve_forever()
 
 
-def rows(logs: RunLogs) -> dict[str, Any]:
+def rows(look: Look, logs: RunLogs) -> dict[str, Any]:
     """Returns what the page shows: columns as text, and the charts of each run whose folder is here."""
-    import ray
-
     from raysvc.inspect.live import cells_of
-    from raysvc.pipelines.shared_build import builds_in_progress
     from raysvc.report.run_charts import run_charts
 
-    ((servers, found),) = _looks(0.0, 1, logs)
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    ((all_facts, found),) = _looks(look, 0.0, 1, logs)
     builds = [
-        {
-            "entry": build["entry"],
-            "slices": f"{build['done']}/{build['slices']}",
-            "node": address.get(build["node"], "-"),
-        }
-        for build in builds_in_progress()
+        {"entry": one["entry"], "slices": f"{one['done']}/{one['slices']}", "node": one["node"] or "-"}
+        for one in all_facts["builds"]
     ]
     charts, reports = {}, {}
-    for facts in servers:
+    for facts in all_facts["servers"]:
         lines = logs.of(facts)
         if lines.steps:
             charts[facts["name"]] = [chart.to_json() for chart in run_charts(lines.steps, lines.evals)]
@@ -105,7 +94,7 @@ def rows(logs: RunLogs) -> dict[str, Any]:
     }
 
 
-def _show(interval: float, count: int | None) -> None:
+def _show(look: Look, interval: float, count: int | None) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -113,36 +102,33 @@ def _show(interval: float, count: int | None) -> None:
 
     console = Console()
     if not console.is_terminal:
-        for _, found in _looks(interval, count):
+        for _, found in _looks(look, interval, count):
             print("\n".join(text(line) for line in found) or "no servers", flush=True)
         return
     with Live(console=console, screen=False, auto_refresh=False) as live:
-        for _, found in _looks(interval, count):
+        for _, found in _looks(look, interval, count):
             live.update(_table(found, console.width), refresh=True)
 
 
 def _looks(
-    interval: float, count: int | None, logs: RunLogs | None = None
-) -> Iterator[tuple[list[dict[str, Any]], list[Line]]]:
-    """Looks at the servers again and again: gives their facts, and a line of each."""
-    import ray
-
+    look: Look, interval: float, count: int | None, logs: RunLogs | None = None
+) -> Iterator[tuple[Facts, list[Line]]]:
+    """Looks again and again, until nothing is left: gives what was seen, and a line of each server."""
     from raysvc.inspect.live import Snapshot, lines
     from raysvc.inspect.run_logs import RunLogs
-    from raysvc.inspect.servers import list_servers
 
     logs = logs or RunLogs()
     before: Snapshot | None = None
     done = 0
     while True:
-        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        servers = [{**facts, "node": address.get(facts.get("node", ""))} for facts in list_servers()]
-        for facts in servers:
+        seen = look()
+        found = seen or {"servers": [], "builds": []}
+        for facts in found["servers"]:
             facts["loss"] = next((line["loss"] for line in reversed(logs.of(facts).steps)), None)
-        now = Snapshot(time.monotonic(), servers)
-        yield servers, lines(now, before)
+        now = Snapshot(time.monotonic(), found["servers"])
+        yield found, lines(now, before)
         before, done = now, done + 1
-        if done == count:
+        if done == count or seen is None:
             return
         time.sleep(interval)
 

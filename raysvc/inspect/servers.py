@@ -33,8 +33,7 @@ def join_cluster(address: str | None, *, lasting: bool = False) -> None:
     from raysvc.cluster import connect
 
     named = address or os.environ.get("RAY_ADDRESS")
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
+    if is_joined():
         return
     if named or lasting:
         connect(named or "auto")
@@ -51,6 +50,12 @@ def join_cluster(address: str | None, *, lasting: bool = False) -> None:
         remedy = "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
         raise AddressError("Ray", what, remedy)
     connect(own_rays.enter(found))
+
+
+def is_joined() -> bool:
+    """Returns whether this process is connected to Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def list_servers() -> list[dict[str, Any]]:

@@ -96,9 +96,9 @@ def found_by_ray(answer_s: float = ANSWER_S) -> LocalRay | None:
     )
     assert process.stdout is not None
     try:
-        if _line(process, IMPORT_S) != "ready":
+        if line_of(process, IMPORT_S) != "ready":
             return None
-        address, _, mode = _line(process, answer_s).partition(" ")
+        address, _, mode = line_of(process, answer_s).partition(" ")
         return LocalRay(address, mode, _token(mode)) if address else None
     finally:
         process.kill()
@@ -129,8 +129,8 @@ def _sent() -> str:
     return token.strip()
 
 
-def _line(process: subprocess.Popen[bytes], within_s: float) -> str:
-    """Its next line; "" where it ended or said none in time."""
+def line_of(process: subprocess.Popen[bytes], within_s: float) -> str:
+    """Returns the next line of a process; "" where it ended or said none in time."""
     import select
 
     assert process.stdout is not None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,14 +69,12 @@ def test_a_trainer_of_another_version_is_named() -> None:
 
 
 def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def looks(interval: float, count: int | None) -> Iterator[tuple[list[Any], list[Line]]]:
-        yield [], [Line("a")]
+    def looks(*_: Any) -> Iterator[tuple[Any, list[Line]]]:
+        yield {}, [Line("a")]
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raysvc.cli.top._looks", looks)
-    monkeypatch.setattr("raysvc.inspect.servers.join_cluster", lambda address: None)
-    monkeypatch.setattr("raysvc.cluster.ending_with", lambda *_, **__: nullcontext())
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr("raysvc.inspect.clusters.looking", lambda *_, **__: nullcontext())
     result = CliRunner().invoke(app, ["top"])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "server=a state=silent\n", "")
 
@@ -239,7 +236,7 @@ def join(address):
     sys.modules["ray"] = types.SimpleNamespace(get_runtime_context=lambda: context, nodes=hangs, is_initialized=lambda: False)
 servers.join_cluster = join
 from raysvc.cli.top import top
-top(address=None, interval=1.0, count=None, web={"--web" in kind}, port=0, as_json={"--json" in kind})
+top(address=sys.argv[1], interval=1.0, count=None, web={"--web" in kind}, port=0, as_json={"--json" in kind})
 """
     with socket.create_server(("127.0.0.1", 0)) as cluster:
         address = f"127.0.0.1:{cluster.getsockname()[1]}"

@@ -129,6 +129,11 @@ def test_the_ray_of_a_run_is_met_without_an_address_while_another_one_runs(tmp_p
             [sys.executable, "-c", ask], capture_output=True, text=True, env=env, timeout=200
         )
         assert met.stdout.strip() == address, met.stderr
+        look = "from raysvc.inspect.clusters import OwnRuns\nruns = OwnRuns()\nruns.look()\nprint(*[one.address for one in runs._asked])\nruns.close()"
+        met = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, env=env, timeout=200
+        )
+        assert met.stdout.strip() == address, met.stderr
     finally:
         run.communicate("\n", timeout=200)
     assert list((tmp_path / f"raysvc-{os.getuid()}" / "rays").iterdir()) == []
