@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 INSIDE = "lm."  # where TokenModel keeps it
+VALUES = "score"  # head of a critic
 
 
 def save_config(model: torch.nn.Module, folder: Path) -> None:
@@ -56,7 +57,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         CheckpointDamaged: a file of it is not what was written.
     """
     import torch
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig, AutoModelForTokenClassification, GenerationConfig
 
     from raysvc.actors.model.load_model import auto_class
 
@@ -66,7 +67,8 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         raise StateMismatch(str(checkpoint), f"holds no {CONFIG} of a model", remedy)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint)
-        lm = auto_class(config).from_config(config)
+        kind = AutoModelForTokenClassification if f"{VALUES}.weight" in weights else auto_class(config)
+        lm = kind.from_config(config)
     found = lm.load_state_dict(weights, strict=False, assign=True)
     lm.tie_weights()
     empty = sorted(name for name, value in lm.named_parameters() if value.is_meta)

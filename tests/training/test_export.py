@@ -20,11 +20,11 @@ from raysvc.training.run_folder import RunFolder
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
 
 
-def trained(vocab_size: int, model: str = "tiny") -> CausalLMWorker:
+def trained(vocab_size: int, model: str = "tiny", role: Any = "policy") -> CausalLMWorker:
     """A worker after an optimizer step with random gradients."""
     spec = ModelSpec(
         model=model, vocab_size=vocab_size, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=None,
-        loss="token_mean", seed=0,
+        loss="token_mean", seed=0, role=role,
     )  # fmt: skip
     worker = CausalLMWorker(0, 1, "cpu", spec.model_dump_json())
     worker.setup("")
@@ -97,6 +97,19 @@ def test_an_exported_checkpoint_gives_the_logits_and_tokens_of_the_run(
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "[user] How far?\n"
         source = AutoTokenizer.from_pretrained(yaml.safe_load(job.read_text())["tokenizer"]["name"])
         assert tokenizer.encode("Grün 12 <|im_end|>") == source.encode("Grün 12 <|im_end|>")
+
+
+def test_an_exported_checkpoint_of_a_reward_model_gives_its_values(tmp_path: Path, job: Path) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    worker, ids_BL = trained(512, role="critic"), torch.arange(40).reshape(2, 20)
+    save(RunFolder(tmp_path / "run"), worker, 3)
+    result = run("-c", str(job), "--out", str(tmp_path / "model"))
+    assert result.exit_code == 0, result.output
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        expected = worker.model.eval().lm(input_ids=ids_BL).logits
+        assert torch.equal(critic(input_ids=ids_BL).logits, expected)
 
 
 def test_a_model_in_bfloat16_stays_in_it(tmp_path: Path, job: Path) -> None:
