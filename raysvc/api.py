@@ -158,7 +158,7 @@ def entry_or_build(
         UserMistake: as `enrich`.
     """
     from raysvc.builds.build_beside import find_or_begin, known_at_the_end
-    from raysvc.evals.eval_entries import check_evals
+    from raysvc.evals.eval_entries import check_evals, score_evals
     from raysvc.scoring.before_rows import check_before_rows
     from raysvc.scoring.columns_beside import ColumnsBeside, columns_wait
     from raysvc.scoring.job_columns import refuse_followed, wanted_of, with_columns
@@ -170,7 +170,10 @@ def entry_or_build(
         refuse_followed(job, waits, "give trainer.device: cpu, or leave the columns out")
     before = partial(check_before_rows, address=address, progress=progress)
     entry, build = find_or_begin(job, columns_wait(job), address, progress, made, before)
-    return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
+    if build is None:
+        entry = with_columns(job, entry, address, progress)
+    score_evals(job, address, progress)
+    return entry, build
 
 
 def start_build(

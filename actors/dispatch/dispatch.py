@@ -133,6 +133,10 @@ class WorkerDispatch:
         """
         return self._row_values(name, "evaluate", data)
 
+    def evaluate_loss_async(self, name: str, data: Mini, loss_weight: float = 1.0) -> Pending[Metrics]:
+        """Starts an evaluation by the loss that the workers train with: as `forward_backward`, without a gradient."""
+        return self._metrics(name, "evaluate_loss", self._stage(name, data, None, loss_weight))
+
     def set_lr_async(self, name: str, learning_rate: float) -> Pending[None]:
         """The rate of the next optimizer steps."""
         return self._all(name, "set_lr", learning_rate)
@@ -179,6 +183,7 @@ class WorkerDispatch:
     forward_backward = waiting(forward_backward_async)
     optim_step = waiting(optim_step_async)
     evaluate = waiting(evaluate_async)
+    evaluate_loss = waiting(evaluate_loss_async)
     set_lr = waiting(set_lr_async)
     save_checkpoint = waiting(save_checkpoint_async)
     load_checkpoint = waiting(load_checkpoint_async)

@@ -9,6 +9,7 @@ a part is not where a call needs it; a part that nobody needs stays until anothe
     optim_step         model, optimizer
     train_step         model, optimizer
     evaluate           model
+    evaluate_loss      model
     save_checkpoint    model, optimizer
     load_checkpoint    model, optimizer
     save_hf_model      model
@@ -37,6 +38,7 @@ NEEDS: dict[str, tuple[Part, ...]] = {
     "optim_step": BOTH,
     "train_step": BOTH,
     "evaluate": MODEL,
+    "evaluate_loss": MODEL,
     "save_checkpoint": BOTH,
     "load_checkpoint": BOTH,
     "save_hf_model": MODEL,

@@ -237,7 +237,9 @@ def _piece(last: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     The backward pass begins with the last one: it would have the same numbers in memory at once. And `checkpoint` imports
     `torch._dynamo`, which a first step waits for.
     """
-    return function(*arguments) if last else checkpoint(function, *arguments, use_reentrant=False)
+    if last or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False)
 
 
 def _dense_top_k(

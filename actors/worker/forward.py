@@ -31,7 +31,7 @@ PLACES = ("seq_lengths", "cu_seqlens", "cu_seqlens_offsets")  # arrays that say 
 def forward_rows(model: torch.nn.Module, shard: Shard, micro_forward: MicroForward) -> RowValues:
     """Outputs of all micro-batches at the tokens of the rows, and their `labels`."""
     sheets: dict[str, torch.Tensor] = {}
-    with _as_used(model):
+    with as_used(model):
         for index, micro in enumerate(shard.micro_batches):
             for name, values_BL in micro_forward(shard.micro(index), shard.layout).items():
                 if name not in sheets:
@@ -87,7 +87,8 @@ def _row_sums(values: RowValues, per_token: npt.NDArray[Any]) -> npt.NDArray[Any
 
 
 @contextmanager
-def _as_used(model: torch.nn.Module) -> Iterator[None]:
+def as_used(model: torch.nn.Module) -> Iterator[None]:
+    """Within it a model runs as the module says."""
     import torch
 
     training = model.training

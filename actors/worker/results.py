@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 SAME_ON_ALL = ("lr", "grad_norm", "optimizer_step")
+DESIRABLE = "desirable_share"  # of the examples of a mini-batch, whose labels are told apart
+CHOSEN, REJECTED, MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ def reduce_timing(ranks: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def step_metrics(minis: Sequence[Mapping[str, float]], counts: Sequence[int]) -> Metrics:
-    """Returns one number per name, of the mini-batches of a step: what a loss says of itself, each with the weight of its
-    loss.
+    """Returns one number per name, of the mini-batches of a step or an eval: what a loss says of itself, each with the
+    weight of its loss; what is said of one label, with that of the examples that have it.
 
     Args:
         minis: of each, what `reduce_metrics` gives; one may lack a name, and is left out of its mean.
@@ -70,14 +72,27 @@ def step_metrics(minis: Sequence[Mapping[str, float]], counts: Sequence[int]) ->
     """
     found: Metrics = {}
     for name in dict.fromkeys(name for mini in minis for name in mini if name not in SAME_ON_ALL):
-        there = [(mini[name], count) for mini, count in zip(minis, counts, strict=True) if name in mini]
+        there = [
+            (mini[name], count * _part(name, mini))
+            for mini, count in zip(minis, counts, strict=True)
+            if name in mini
+        ]
         values = [value for value, _ in there]
         if extreme_of(name):
             found[name] = _rule(name)(values)
         else:
             total = sum(count for _, count in there)
-            found[name] = sum(value * count for value, count in there) / max(total, 1)
+            found[name] = sum(value * count for value, count in there) / (total or 1)
+    if DESIRABLE in found and CHOSEN in found and REJECTED in found:
+        found[MARGINS] = found[CHOSEN] - found[REJECTED]
     return found
+
+
+def _part(name: str, mini: Mapping[str, float]) -> float:
+    """The share of a mini-batch's examples that a metric is a mean over."""
+    if DESIRABLE not in mini or not name.endswith(("/chosen", "/rejected")):
+        return 1.0
+    return mini[DESIRABLE] if name.endswith("/chosen") else 1.0 - mini[DESIRABLE]
 
 
 def extreme_of(name: str) -> Literal["", "max", "min"]:

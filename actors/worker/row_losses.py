@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, LossSum
+from raysvc.actors.worker.results import DESIRABLE
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +173,7 @@ class KtoLoss:
         metrics = {
             "rewards/accuracies": ((gains > 0).to(weights.dtype) * weights).sum(),
             "kl": (kl * weights).sum().detach(),
+            DESIRABLE: (good * weights).sum(),
             **self._of_each_label(rows, good),
             **_by_pair(losses, rows.weights),
         }

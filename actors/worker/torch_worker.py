@@ -214,14 +214,16 @@ class CausalLMWorker(Worker):
             refuse_unknown_ids(shard, self._num_entries)
         return super()._prepared(shard, columns, loss_weight)
 
-    def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
+    def _losses(
+        self, shard: Shard, loss: Loss | RowLoss | None, *, backward: bool
+    ) -> tuple[Metrics, RowValues | None]:
         wanted = self._own_loss if loss is None else loss
         self._shared = {}
         if isinstance(wanted, KtoLoss):
             self._shared = self._of_labels(shard)
         if isinstance(wanted, DistillLoss):
             refuse_unknown_entries(shard, self._num_entries)
-        return super()._accumulate(shard, loss)
+        return super()._losses(shard, loss, backward=backward)
 
     def _of_labels(self, shard: Shard) -> dict[str, torch.Tensor]:
         """Returns z of `KtoLoss` and the share of good rows, of the mini-batch over all ranks: a forward before those

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.actors.staging.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
-from raysvc.actors.worker.forward import eval_sums, forward_rows, row_losses, without_labels
+from raysvc.actors.worker.forward import as_used, eval_sums, forward_rows, row_losses, without_labels
 from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
@@ -191,6 +191,16 @@ class Worker:
         self._ended = time.perf_counter()
         return eval_sums(values, self._token_bytes)
 
+    def evaluate_loss(self, key: Key) -> Metrics:
+        """This rank's shares of the loss that it trains with, and of its metrics; no gradient."""
+        with self._timer.span("eval"):
+            staged, _ = self._staging.take(key, self._take_timeout_s)
+            with as_used(self.model):
+                metrics, _ = self._losses(staged.shard, None, backward=False)
+            self._staging.release()
+        self._ended = time.perf_counter()
+        return metrics
+
     def set_token_bytes(self, token_bytes: npt.NDArray[np.integer[Any]]) -> None:
         """Bytes of text of every token id [V], 0 for one that is no text; from then on evals count bytes."""
         self._token_bytes = np.asarray(token_bytes, np.int32)
@@ -294,9 +304,10 @@ class Worker:
             self._reduction,
             dp_size=self.dp_size,
             constant=self._loss_constant,
+            dtype=np.float32 if loss_weight == 1.0 else np.float64,
         )
         if loss_weight != 1.0:
-            weights *= loss_weight
+            weights = (weights * loss_weight).astype(np.float32)
         real = (np.asarray(shard.arrays["row_group"]) >= 0).astype(np.float32)
         by_group = real * np.float32(loss_weight * self.dp_size / max(shard.denominators.groups, 1))
         ours = {"loss_weights": weights, "group_weights": by_group}
@@ -307,24 +318,32 @@ class Worker:
 
     def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""
+        self._targets = (self._targets or 0) + shard.denominators.tokens
+        return self._losses(shard, loss, backward=True)
+
+    def _losses(
+        self, shard: Shard, loss: Loss | RowLoss | None, *, backward: bool
+    ) -> tuple[Metrics, RowValues | None]:
+        """This rank's shares of the loss of all micro-batches and of its metrics, and sums by row."""
         from raysvc.actors.model.token_model import merge_metrics
 
-        self._targets = (self._targets or 0) + shard.denominators.tokens
         total: dict[str, torch.Tensor] = {}
         by_row: dict[str, list[torch.Tensor]] = {ROW_LOSS: [], ROW_COUNT: []}  # [rows] of each micro-batch
         last = len(shard.micro_batches) - 1
         for index in range(last + 1):
-            with nullcontext() if index == last else self._no_sync():
+            with nullcontext() if index == last or not backward else self._no_sync():
                 with self._timer.span("forward"):
                     part = self.micro_loss(shard.micro(index), shard.layout, loss)
-                with self._timer.span("backward"):
-                    part.total.backward()
+                if backward:
+                    with self._timer.span("backward"):
+                        part.total.backward()
             shares = {name: value for name, value in part.metrics.items() if name not in by_row}
             for name in by_row.keys() & part.metrics.keys():
                 by_row[name].append(part.metrics[name])
             total = merge_metrics(total, {"loss": part.total.detach(), **shares})
-        with self._timer.span("backward"):
-            self._reduce()
+        if backward:
+            with self._timer.span("backward"):
+                self._reduce()
         metrics = {name: self._share(name, float(value)) for name, value in total.items()}
         losses, counts = (_together(parts) if len(parts) == last + 1 else None for parts in by_row.values())
         return metrics, None if losses is None else row_losses(shard, losses, counts)

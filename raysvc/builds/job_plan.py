@@ -24,6 +24,7 @@ from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
 from raysvc.evals.held_rows import evaluated_rows, held_counts, held_share, trained_rows
 from raysvc.job.config import RowsConfig
+from raysvc.job.objectives.units import UNITS
 from raysvc.plan.cost import CostModel
 from raysvc.plan.entry_plan import plan_of_entries
 
@@ -61,7 +62,8 @@ def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
         plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps
     )
     held = held_counts(job, entry.entries)
-    return replace(report, held_rows=held.rows, held_groups=held.groups)
+    unit = UNITS.get(str(entry.entries[0].recipe.get("format")), report.unit)
+    return replace(report, held_rows=held.rows, held_groups=held.groups, unit=unit)
 
 
 def untrained_rows(job: JobConfig, entry: CacheEntry, rows: Int64s, lengths: Int32s) -> dict[int, str]:

@@ -13,6 +13,8 @@ from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, number, print_table
 from raysvc.errors import WorkerFailed
+from raysvc.job.objectives.eval_metrics import SHOWN
+from raysvc.job.objectives.units import count_of
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
@@ -103,18 +105,14 @@ def show_summary(run_dir: str, summary: Mapping[str, Any], as_json: bool) -> Non
 def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps, begin = summary["steps"], summary["resumed_from"]
     goes_on = f", of which {steps - begin:,} now: resumed from the checkpoint of {begin:,}" if begin else ""
-    units = "".join(f" ({summary[unit]:,} {unit})" for unit in ("pairs", "examples") if unit in summary)
-    yield (
-        "trained",
-        (
-            f"{summary['rows']:,} rows{units} with {summary['tokens_trained']:,} trained tokens in {steps:,} steps{goes_on}"
-        ),
-    )
+    trained = f"{summary['tokens_trained']:,} trained tokens in {steps:,} steps"
+    yield "trained", f"{count_of(summary)} with {trained}{goes_on}"
     yield "left out", _left_out(summary["left_out"])
     lowest = f"{number(summary['loss_best'])} best (step {summary['loss_best_step']})"
     yield "loss", f"{number(summary['loss_first'])} first, {number(summary['loss_last'])} last, {lowest}"
     for name, line in summary["evals"].items():
-        yield f"eval {name}", f"loss {number(line['loss'])} on {line['rows']:,} rows"
+        told = ", ".join(f"{metric} {number(line[metric])}" for metric in SHOWN if metric in line)
+        yield f"eval {name}", f"{told} on {count_of(line)}"
     best, stopped = summary.get("best"), summary.get("stopped_early")
     if stopped:
         yield "stopped", f"early: {stopped['without']} evals without progress since eval {_lowest(stopped)}"

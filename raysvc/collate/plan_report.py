@@ -52,6 +52,7 @@ class PlanReport:
         bytes_look_ahead: bytes of the largest step, times look-ahead and the step in use.
         held_rows: rows of the entry that an eval holds out; they are in no other number.
         held_groups: groups of them.
+        unit: what a group is where rows have a name for it: `pairs` or `examples`.
     """
 
     num_rows: int
@@ -77,6 +78,7 @@ class PlanReport:
     bytes_look_ahead: int
     held_rows: int = 0
     held_groups: int = 0
+    unit: str = "groups"
 
 
 class StepRow(NamedTuple):
@@ -166,7 +168,7 @@ def in_words(report: PlanReport) -> dict[str, str]:
     )
     sampled = f"in {report.sampled_steps:,} sampled steps"
     exceptions = {
-        "rows held out for evals": (report.held_rows, f"in {report.held_groups:,} groups"),
+        "rows held out for evals": (report.held_rows, f"in {report.held_groups:,} {report.unit}"),
         "dummy rows, which fill ranks": (report.dummies, sampled),
         "rows cut to the budget": (report.truncated, sampled),
         "rows over the budget, left out": (report.dropped, sampled),
@@ -175,7 +177,7 @@ def in_words(report: PlanReport) -> dict[str, str]:
     }
     told = {
         "rows": f"{report.num_rows:,}",
-        "groups in an epoch": f"{report.num_groups:,}",
+        f"{report.unit} in an epoch": f"{report.num_groups:,}",
         "steps": f"{report.num_steps:,}, {report.steps_per_epoch:,} in an epoch",
         "optimizer steps": f"{report.optimizer_steps:,}",
         "tokens of a step": f"{percentiles[50]:,}, half of the steps {percentiles[25]:,} to {percentiles[75]:,}",

@@ -89,6 +89,15 @@ class Denominators:
     groups: int
     trajectories: int = 0
 
+    def plus(self, more: Denominators) -> Denominators:
+        """Returns the counts of two mini-batches together."""
+        return Denominators(
+            self.tokens + more.tokens,
+            self.rows + more.rows,
+            self.groups + more.groups,
+            self.trajectories + more.trajectories,
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shard:

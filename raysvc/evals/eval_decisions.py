@@ -1,8 +1,8 @@
 """Defines what a run does on what its evals say: `trainer.keep_best` and `trainer.stop_after`.
 
-1. After an eval its metric is compared with the lowest one before it.
-2. keep_best: where it is lower, the model is the best so far, and a checkpoint of it is written.
-3. stop_after: where it is lower by more than `threshold`, the count of evals without progress starts at 0 again, else it grows;
+1. After an eval its metric is compared with the best one before it: the lowest, or the highest of what rises as a model gets better.
+2. keep_best: where it is better, the model is the best so far, and a checkpoint of it is written.
+3. stop_after: where it is better by more than `threshold`, the count of evals without progress starts at 0 again, else it grows;
    the run stops when the count is `patience`.
 
 Always true:
@@ -20,19 +20,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import ConfigError, StateMismatch
+from raysvc.job.objectives.eval_metrics import falls
 
 if TYPE_CHECKING:
     from raysvc.job.config import KeepBest, TrainerConfig
 
 
 @dataclass(frozen=True)
-class LowestMetric:
-    """The lowest value that a metric of an eval had.
+class BestMetric:
+    """The best value that a metric of an eval had.
 
     Attributes:
         eval: name of the eval.
         metric: of it.
-        value: the lowest; None before the first.
+        value: the best; None before the first.
         steps: that were trained then.
         without: evals since there was progress.
     """
@@ -44,7 +45,7 @@ class LowestMetric:
     without: int = 0
 
     @classmethod
-    def of(cls, config: KeepBest, known: Mapping[str, Any] | None) -> LowestMetric:
+    def of(cls, config: KeepBest, known: Mapping[str, Any] | None) -> BestMetric:
         """Returns what is known of the metric that a job names.
 
         Args:
@@ -54,11 +55,18 @@ class LowestMetric:
             return cls(**known)
         return cls(config.eval, config.metric)
 
-    def after(self, steps: int, value: float, threshold: float = 0.0) -> LowestMetric:
+    def after(self, steps: int, value: float, threshold: float = 0.0) -> BestMetric:
         """Returns what is known when an eval after `steps` trained steps said `value`."""
-        if not math.isfinite(value) or not (self.value is None or value < self.value):
+        gain = (
+            math.inf
+            if self.value is None
+            else self.value - value
+            if falls(self.metric)
+            else value - self.value
+        )
+        if not math.isfinite(value) or not gain > 0:
             return replace(self, without=self.without + 1)
-        progress = self.value is None or self.value - value > threshold
+        progress = gain > threshold
         return replace(self, value=value, steps=steps, without=0 if progress else self.without + 1)
 
 
@@ -74,8 +82,8 @@ class EvalDecisions:
         rows: eval -> key of the entry of its rows; one whose rows are held out of the job's own has none.
     """
 
-    best: LowestMetric | None = None
-    progress: LowestMetric | None = None
+    best: BestMetric | None = None
+    progress: BestMetric | None = None
     patience: int = 0
     threshold: float = 0.0
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -97,10 +105,10 @@ class EvalDecisions:
             for name in ("best", "progress")
             if name in known and rows.get(known[name]["eval"]) == were.get(known[name]["eval"])
         }
-        best = None if keep is None else LowestMetric.of(keep, same.get("best"))
+        best = None if keep is None else BestMetric.of(keep, same.get("best"))
         if stop is None:
             return cls(best, rows=rows)
-        return cls(best, LowestMetric.of(stop, same.get("progress")), stop.patience, stop.threshold, rows)
+        return cls(best, BestMetric.of(stop, same.get("progress")), stop.patience, stop.threshold, rows)
 
     @property
     def stops(self) -> bool:
@@ -168,9 +176,9 @@ def refuse_another_best(trainer: TrainerConfig, state: Mapping[str, Any], run_di
         raise StateMismatch(run_dir, what, remedy)
 
 
-def _value(told: Mapping[str, Mapping[str, Any]], of: LowestMetric, key: str) -> float:
-    value = told[of.eval][of.metric]
+def _value(told: Mapping[str, Mapping[str, Any]], of: BestMetric, key: str) -> float:
+    value = told[of.eval].get(of.metric)
     if value is None:
-        what = f"eval {of.eval} has no {of.metric}: none of its tokens counts for it"
+        what = f"eval {of.eval} has no {of.metric}: none of its rows counts for it"
         raise ConfigError(f"trainer.{key}", what, "give another metric, or another eval")
     return float(value)

@@ -2,7 +2,8 @@
 
 Always true:
 - a mistake in an eval is told under its own key (`evals.NAME.source…`);
-- what is wrong with the source of an eval is found before any row of the job is tokenized, but that of a Ray Dataset.
+- what is wrong with the source of an eval is found before any row of the job is tokenized, but that of a Ray Dataset;
+- rows of an eval have the columns that the job's objective needs, from the model that gives them to the training rows.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysvc.cache.store.open import default_root, open_store
-from raysvc.errors import keys_under
+from raysvc.errors import ConfigError, keys_under
 from raysvc.evals.held_rows import evaluated_rows
-from raysvc.progress import silent
-from raysvc.scoring.job_columns import added_columns
+from raysvc.progress import Progress, silent
+from raysvc.scoring.job_columns import added_columns, with_columns
+from raysvc.scoring.wanted import FORMAT, NEEDS
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import EvalSpec
@@ -21,16 +23,35 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
 
 
-def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
-    """The entry of one of the job's evals, tokenized like the training rows.
+def _eval_entry(
+    job: JobConfig, name: str, address: str | None = None, progress: Progress = silent
+) -> CacheEntry:
+    """The entry of one of the job's evals, tokenized and scored like the training rows.
 
     Raises:
-        UserMistake: as `raysvc.tokenize`.
+        UserMistake: as `raysvc.enrich`.
     """
     from raysvc.builds.find_or_build import find_or_build
 
+    its = job_of_eval(job, name)
     with keys_under(f"evals.{name}"):
-        return find_or_build(job_of_eval(job, name), None, silent)
+        entry = find_or_build(its, address, progress)
+        return with_columns(its, entry, address, progress) if _needed(job) else entry
+
+
+def score_evals(job: JobConfig, address: str | None, progress: Progress) -> None:
+    """Compute the columns that the objective needs of the evals, before workers hold the devices that it may take.
+
+    Raises:
+        UserMistake: as `raysvc.enrich`.
+    """
+    for name, its in job.evals.items():
+        if its.source is not None and _needed(job):
+            _eval_entry(job, name, address, progress)
+
+
+def _needed(job: JobConfig) -> set[str]:
+    return set(NEEDS.get(job.trainer.objective, ()))
 
 
 def keys_of_evals(job: JobConfig) -> dict[str, str]:
@@ -46,9 +67,10 @@ def check_evals(job: JobConfig) -> None:
     """Look at the sources of all evals; nothing is tokenized.
 
     Raises:
-        UserMistake: one of them cannot be read.
+        UserMistake: one of them cannot be read, or its rows are not of the kind that the objective trains.
     """
     from raysvc.builds.build_plan import plan_build
+    from raysvc.builds.mixed_job import jobs_of
 
     if not job.evals:
         return
@@ -56,7 +78,21 @@ def check_evals(job: JobConfig) -> None:
     for name, each in job.evals.items():
         if each.source is not None and each.source.ray is None:  # which is looked at in the cluster
             with keys_under(f"evals.{name}"):
-                plan_build(job_of_eval(job, name), store)
+                plan = plan_build(job_of_eval(job, name), store)
+            _check_format(job, name, str(plan.recipe["format"]))
+            carried = {column for its in jobs_of(job).values() for column in its.source.carry}
+            if lacks := sorted(carried & _needed(job) - each.source.carry.keys()):
+                what = f"lacks {lacks[0]}, which the rows of training carry and trainer.objective {job.trainer.objective} needs"
+                raise ConfigError(f"evals.{name}.source.carry", what, "carry it there too")
+
+
+def _check_format(job: JobConfig, name: str, found: str) -> None:
+    """Refuse rows that would not be trained either: a rejected answer is no example."""
+    objective = job.trainer.objective
+    trained = FORMAT.get(objective)
+    if found != trained and (trained is not None or found in FORMAT.values()):
+        what = f"has {found} rows, and trainer.objective {objective} evaluates {trained or 'examples'}"
+        raise ConfigError(f"evals.{name}.source", what, "give it other rows, or choose another objective")
 
 
 def job_of_eval(job: JobConfig, name: str) -> JobConfig:
@@ -82,5 +118,5 @@ def eval_spec(job: JobConfig, name: str, entry: CacheEntry) -> EvalSpec:
         sources=tuple(SourceSpec(uri=one.uri) for one in entries),
         rows=evaluated_rows(job, entries) if held else None,
         batch_size=its.batch_size or job.plan.batch_size,
-        without=tuple(sorted(added_columns(entry))),  # for losses, and an eval counts tokens
+        without=tuple(sorted(added_columns(entry) - _needed(job))),
     )

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from raysvc.job.build_config import CacheConfig, PoolConfig
 from raysvc.job.enrich_config import EnrichConfig
 from raysvc.job.mixture_config import AdaptConfig, MixtureConfig, MixtureSourceConfig
+from raysvc.job.objectives.eval_metrics import METRICS
 from raysvc.job.plan_config import Layout, Oversize, Packing, PlanConfig, RowsConfig, Tail
 from raysvc.job.section import PositiveInt, Section
 from raysvc.job.server_config import NAME, ServerConfig
@@ -156,11 +157,16 @@ class JobConfig(Section):
             if named is None:
                 continue
             if named.eval not in self.evals:
-                there = f"one of {', '.join(self.evals)}" if self.evals else "a section evals first"
-                raise ValueError(f"trainer.{key}.eval: {named.eval} is no eval of this job; give {there}")
+                give = f"one of {', '.join(self.evals)}" if self.evals else "a section evals first"
+                raise ValueError(f"trainer.{key}.eval: {named.eval} is no eval of this job; give {give}")
             if self.trainer.eval_every_steps is None:
                 raise ValueError(
                     f"trainer.{key} needs evals during the run, and they run only at its end; give trainer.eval_every_steps"
+                )
+            objective, there = self.trainer.objective, METRICS[self.trainer.objective]
+            if named.metric not in there:
+                raise ValueError(
+                    f"trainer.{key}.metric: an eval of objective {objective} has no {named.metric}; give one of {', '.join(there)}"
                 )
 
     def _refuse_followed(self) -> None:

@@ -110,9 +110,9 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "evaluation_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
     "load_best_model_at_end": KnownKey("trainer.keep_best", "{eval: NAME, metric: loss}"),
     "metric_for_best_model": KnownKey(
-        "trainer.keep_best.metric", "loss or bits_per_byte; the lowest is the best"
+        "trainer.keep_best.metric", "loss, bits_per_byte, rewards/accuracies, …"
     ),
-    "greater_is_better": KnownKey("", "the lowest value of trainer.keep_best.metric is the best"),
+    "greater_is_better": KnownKey("", "it follows from trainer.keep_best.metric"),
     "early_stopping_patience": KnownKey("trainer.stop_after.patience", "{eval: NAME, patience: 3}"),
     "early_stopping_threshold": KnownKey("trainer.stop_after.threshold"),
     "logging_steps": _EVERY_STEP,

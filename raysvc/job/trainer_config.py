@@ -37,10 +37,13 @@ class EvalConfig(Section):
 
 
 class KeepBest(Section):
-    """The best model is the one with the lowest metric of an eval."""
+    """The best model is the one with the best value of a metric of an eval."""
 
     eval: str = Field(description="Its name.")
-    metric: Literal["loss", "bits_per_byte"] = Field(default="loss", description="Of the eval.")
+    metric: str = Field(
+        default="loss",
+        description="Of the eval: what its objective logs, such as `rewards/accuracies`, or `bits_per_byte` (sft).",
+    )
 
 
 class StopAfter(KeepBest):
@@ -48,7 +51,7 @@ class StopAfter(KeepBest):
 
     patience: PositiveInt = Field(description="Evals without progress, after which the run stops.")
     threshold: float = Field(
-        default=0.0, ge=0, description="Progress falls below the lowest by more than this."
+        default=0.0, ge=0, description="Progress is better than the best by more than this."
     )
 
 

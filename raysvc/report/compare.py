@@ -18,6 +18,7 @@ from typing import Any
 
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
+from raysvc.job.objectives.units import Count, count_of
 from raysvc.report.charts import Chart, with_dots
 from raysvc.report.page import Figures, charts_over_steps, records, whole_page
 from raysvc.report.run_charts import Line, eval_points
@@ -80,9 +81,10 @@ def _read(name: str, path: Path) -> RunFacts:
 def figures_of(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
     """Lines of a table: a figure's name under "", its value under the name of each run."""
     evals = dict.fromkeys(line["eval"] for run in runs for line in run.evals)
+    units = dict.fromkeys(_trained(run).unit for run in runs)
     of: dict[str, Callable[[RunFacts], object]] = {
         "steps": lambda run: f"{len(run.steps):,}{_how_it_ended(run)}",
-        "rows": lambda run: f"{sum(line['rows'] for line in run.steps):,}",
+        " or ".join(units): lambda run: _trained(run) if len(units) > 1 else f"{_trained(run).number:,}",
         "trained tokens": lambda run: f"{sum(line['tokens'] for line in run.steps):,}",
         "loss first": lambda run: f"{run.steps[0]['loss']:.4g}",
         "loss last": lambda run: f"{run.steps[-1]['loss']:.4g}",
@@ -169,6 +171,11 @@ def _how_it_ended(run: RunFacts) -> str:
     if run.summary is None:
         return ", not ended"
     return ", stopped early" if run.summary.get("stopped_early") else ""
+
+
+def _trained(run: RunFacts) -> Count:
+    counts = [count_of(line) for line in run.steps]
+    return Count(sum(one.number for one in counts), counts[0].unit)
 
 
 def _lowest(lines: Sequence[Line]) -> str:

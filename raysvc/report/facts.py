@@ -21,6 +21,7 @@ from raysvc.collate.plan_report import PlanReport
 from raysvc.errors import StateMismatch
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
+from raysvc.job.objectives.units import UNITS
 from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
 from raysvc.row_ids import parse, split
@@ -93,7 +94,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
         overview={
             "source": ", ".join(report["paths"]),
-            "rows": len(rows),
+            **_counted(entry, len(rows)),
             "tokens": entry.num_tokens,
             "trained on": job.train_on.replace("_", " "),
             "entry": entry.key[:16],
@@ -126,6 +127,12 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         decisions=_decisions(job),
         job=without_secrets(given_fields(job)),
     )
+
+
+def _counted(entry: CacheEntry, num_rows: int) -> dict[str, int]:
+    """The rows of an entry, or the pairs or examples of two rows each that they are."""
+    unit = UNITS.get(str(entry.entries[0].recipe.get("format")))
+    return {"rows": num_rows} if unit is None else {unit: num_rows // 2}
 
 
 def newest_rate(steps: Sequence[Mapping[str, Any]], most: int = 20) -> float:

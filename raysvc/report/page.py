@@ -21,6 +21,8 @@ from typing import Any
 from raysvc.chat.row_counts import warnings_of
 from raysvc.collate.plan_report import PlanReport, in_words
 from raysvc.errors import StateMismatch
+from raysvc.job.objectives.eval_metrics import SHOWN
+from raysvc.job.objectives.units import count_of
 from raysvc.report.browse import STYLE as BROWSE_STYLE
 from raysvc.report.browse import browse
 from raysvc.report.charts import Chart, bars, histogram, short
@@ -216,8 +218,9 @@ def _headline(facts: Facts) -> str:
     if summary is None:
         return f"<p>The run has not ended yet. Its last steps train {newest} tokens a second.</p>"
     best = f"loss best (step {summary['loss_best_step']})" if "loss_best_step" in summary else ""
+    count = count_of(summary)
     names = {
-        "steps": "steps", "rows": "rows", "tokens_trained": "trained tokens", "loss_first": "loss first", "loss_last": "loss last",
+        "steps": "steps", count.unit: count.unit, "tokens_trained": "trained tokens", "loss_first": "loss first", "loss_last": "loss last",
         **({"loss_best": best} if best else {}), "tokens_per_s": "trained tokens/s",
     }  # fmt: skip
     told = {said: four_digits(summary[name]) for name, said in names.items()}
@@ -233,8 +236,12 @@ def _headline(facts: Facts) -> str:
 def _of_evals(summary: Mapping[str, Any]) -> Iterable[str]:
     """Says what the last evals said, and what they decided."""
     for name, line in summary.get("evals", {}).items():
-        if line["loss"] is not None:
-            yield f"Eval {name}: loss {four_digits(line['loss'])} on {line['rows']:,} rows at the end."
+        said = {metric: line.get(metric) for metric in SHOWN}
+        if said["loss"] is not None:
+            told = ", ".join(
+                f"{metric} {four_digits(value)}" for metric, value in said.items() if value is not None
+            )
+            yield f"Eval {name}: {told} on {count_of(line)} at the end."
     if best := summary.get("best"):
         value = f"{best['metric']} {four_digits(best['value'])}"
         yield f"The best model is that of {best['steps']:,} steps: eval {best['eval']} had {value}."

@@ -20,8 +20,8 @@ CAUSES = {
     "other": "queue or network",
 }
 OF_PAIRS = {
-    "Share of pairs whose chosen reward is higher": ("rewards/accuracies",),
-    "Rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
+    "Share of pairs whose chosen reward is higher": ("rewards/accuracies", "accuracy"),
+    "Rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins", "margin"),
     "Log-probabilities": ("logps/chosen", "logps/rejected"),
 }
 
@@ -30,7 +30,7 @@ def run_charts(steps: Sequence[Line], evals: Sequence[Line]) -> list[Chart]:
     """All charts of a run."""
     charts = [
         with_dots(_chart("Loss", steps, {"train": lambda line: line["loss"]}), eval_points(evals)),
-        *(_named(title, steps, names) for title, names in OF_PAIRS.items()),
+        *(_named(title, steps, evals, names) for title, names in OF_PAIRS.items()),
         _chart("Learning rate", steps, {"learning rate": lambda line: line.get("lr")}),
         _chart("Gradient norm", steps, {"before clipping": lambda line: line["grad_norm"]}),
         _chart("Trained tokens per second", steps, {"tokens/s": _rate}),
@@ -42,12 +42,14 @@ def run_charts(steps: Sequence[Line], evals: Sequence[Line]) -> list[Chart]:
     return [chart for chart in charts if _has_values(chart)]
 
 
-def eval_points(evals: Sequence[Line]) -> dict[str, dict[float, float]]:
-    """Eval -> step -> loss; an eval without a target has none."""
+def eval_points(
+    evals: Sequence[Line], metric: str = "loss", suffix: str = ""
+) -> dict[str, dict[float, float]]:
+    """Eval (and `suffix`) -> step -> metric; an eval that does not have it, such as one without a target, has none."""
     found: dict[str, dict[float, float]] = {}
     for line in evals:
-        if line["loss"] is not None:
-            found.setdefault(f"eval {line['eval']}", {})[float(line["step"])] = float(line["loss"])
+        if line.get(metric) is not None:
+            found.setdefault(f"eval {line['eval']}{suffix}", {})[float(line["step"])] = float(line[metric])
     return found
 
 
@@ -56,11 +58,14 @@ def _chart(title: str, steps: Sequence[Line], series: Mapping[str, Callable[[Lin
     return Chart(title, "step", [line["step"] for line in steps], values)
 
 
-def _named(title: str, steps: Sequence[Line], names: Sequence[str]) -> Chart:
+def _named(title: str, steps: Sequence[Line], evals: Sequence[Line], names: Sequence[str]) -> Chart:
     """Metrics of an objective; names that no step has are left out."""
     there = [name for name in names if any(name in line for line in steps)]
-    values = {name.partition("/")[2]: [line.get(name) for line in steps] for name in there}
-    return Chart(title, "step", [line["step"] for line in steps], values)
+    shown = {name: name.rpartition("/")[2] for name in there}
+    values = {shown[name]: [line.get(name) for line in steps] for name in there}
+    dots = [eval_points(evals, name, f" {shown[name]}") for name in there]
+    chart = Chart(title, "step", [line["step"] for line in steps], values)
+    return with_dots(chart, {name: points for one in dots for name, points in one.items()})
 
 
 def _shares(title: str, steps: Sequence[Line], key: str, label: Callable[[str], str]) -> Chart:

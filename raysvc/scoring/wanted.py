@@ -25,6 +25,8 @@ FORMAT |= {
     "kto": "kto",
     "process": "stepwise",
 }  # of the rows that an objective trains
+NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
+NEEDS |= {"process": ("step_labels",), "distill": ("teacher_ids", "teacher_logprobs")}
 
 
 @dataclass(frozen=True)

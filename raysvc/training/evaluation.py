@@ -1,8 +1,12 @@
 """Evals of a run: when they are due, and what they say.
 
-Axes: N rows of a mini-batch.
+1. An objective of pairs, labels, steps or a teacher is evaluated by the loss that it trains with: the mean over all mini-batches,
+   each with the weight of what its own mean is over. KTO compares each row with the KL of its mini-batch, as in training.
+2. All others by the nats of each target, and the bytes that it stands for.
+
 Always true:
 - every row of an eval counts once, dummies never; sums are of all ranks;
+- but for that KL, no value depends on the number of ranks or on `batch_size`;
 - a mini-batch is asked for before the one before it is waited for, through the ring that training uses; no training
   shard lies in the ring meanwhile (`HeldBack`), and the server goes on collating them;
 - bits per byte are those of targets that stand for text: a control token is in neither sum.
@@ -13,20 +17,28 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from raysvc.collate.loss_weights import mean_count
+from raysvc.collate.shard import Denominators
+from raysvc.job.objectives.eval_metrics import SHOWN
 from raysvc.progress import Progress, Tick
+from raysvc.training.objective import mean_of, unit_of
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import WorkerDispatch
     from raysvc.actors.dispatch.future import Pending
+    from raysvc.actors.worker.results import Metrics
     from raysvc.client.batch_client import BatchClient, Step
     from raysvc.client.evals import EvalStream
+    from raysvc.client.steps import Mini
     from raysvc.collate.row_values import RowValues
-    from raysvc.job.config import JobConfig
+    from raysvc.job.config import JobConfig, Reduction
 
+DIGITS = 12  # of a mean: equal shares of right answers are equal, in whatever order they were added up
+NO_ROWS = Denominators(0, 0, 0)
 AHEAD = 2  # mini-batches that the workers hold: one is evaluated, one is copied
 
 
@@ -48,7 +60,11 @@ class EvalSums:
     text_bytes: int = 0
     text_nll: float = 0.0
 
-    def plus(self, values: RowValues) -> EvalSums:
+    def ask(self, dispatch: WorkerDispatch, group: str, mini: Mini) -> Pending[Any]:
+        """Ask a group for what `plus` takes."""
+        return dispatch.evaluate_async(group, mini)
+
+    def plus(self, values: RowValues, mini: Mini) -> EvalSums:
         """Returns the sums with the rows of one mini-batch added."""
         rows = values.rows
         return EvalSums(
@@ -69,6 +85,50 @@ class EvalSums:
             "loss": self.nll / self.targets if self.targets else None,
             "bits_per_byte": bits / self.text_bytes if self.text_bytes else None,
         }
+
+
+@dataclass(frozen=True)
+class EvalMeans:
+    """Means of what a loss says of itself.
+
+    Attributes:
+        mean: which one the loss of a mini-batch is.
+        unit: what two rows are one of, as `pairs`; "": each row counts for itself.
+        counts: of the rows so far.
+        means: over them; what no mini-batch has is absent.
+    """
+
+    mean: Reduction
+    unit: str = ""
+    counts: Denominators = NO_ROWS
+    means: Mapping[str, float] = field(default_factory=dict)
+
+    def ask(self, dispatch: WorkerDispatch, group: str, mini: Mini) -> Pending[Any]:
+        """Ask a group for what `plus` takes."""
+        return dispatch.evaluate_loss_async(group, mini, float(self._count(mini)))
+
+    def plus(self, metrics: Metrics, mini: Mini) -> EvalMeans:
+        """Returns the means with one mini-batch more; its metrics are sums, and so counts are exact."""
+        from raysvc.actors.worker.results import extreme_of, step_metrics
+
+        assert mini.info is not None
+        more, count = mini.info.denominators, max(self._count(mini), 1)
+        metrics = {name: one if extreme_of(name) else one / count for name, one in metrics.items()}
+        means = step_metrics(
+            [self.means, metrics], [mean_count(one, self.mean) for one in (self.counts, more)]
+        )
+        return replace(self, counts=self.counts.plus(more), means=means)
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts, `loss` and the metrics of the objective; None where there is nothing to divide by."""
+        units = {self.unit: self.counts.groups} if self.unit else {}
+        there = mean_count(self.counts, self.mean) > 0
+        means = {name: float(f"{value:.{DIGITS}g}") for name, value in self.means.items() if there}
+        return {"rows": self.counts.rows, **units, "targets": self.counts.tokens, "loss": None, **means}
+
+    def _count(self, mini: Mini) -> int:
+        assert mini.info is not None, "a mini-batch that has not arrived has no counts"
+        return mean_count(mini.info.denominators, self.mean)
 
 
 class HeldBack:
@@ -106,16 +166,21 @@ class Evals:
         names: of the evals.
         every: steps between two evaluations; None: only at the end.
         stop: steps of the run.
+        start: what their figures begin with.
     """
 
     names: tuple[str, ...]
     every: int | None
     stop: int
+    start: EvalSums | EvalMeans = EvalSums()
 
     @classmethod
     def of(cls, job: JobConfig, stop: int) -> Evals:
         """Those of a job whose run has `stop` steps."""
-        return cls(tuple(job.evals), job.trainer.eval_every_steps, stop)
+        trainer = job.trainer
+        by_tokens = trainer.objective == "sft"
+        start = EvalSums() if by_tokens else EvalMeans(mean_of(trainer), unit_of(trainer))
+        return cls(tuple(job.evals), trainer.eval_every_steps, stop, start)
 
     def due(self, done: int) -> bool:
         """Returns whether they run once `done` steps are trained."""
@@ -131,25 +196,34 @@ class Evals:
         """Run all of them on a group of workers; one line each."""
         for name in self.names:
             begin = time.perf_counter()
-            sums = evaluate(dispatch, group, client.eval(name), progress)
-            yield {"eval": name, **sums.to_json(), "eval_s": round(time.perf_counter() - begin, 6)}
+            found = evaluate(dispatch, group, client.eval(name), progress, self.start)
+            yield {"eval": name, **found.to_json(), "eval_s": round(time.perf_counter() - begin, 6)}
 
 
-def evaluate(dispatch: WorkerDispatch, group: str, stream: EvalStream, progress: Progress) -> EvalSums:
-    """All rows of one eval."""
-    sums, done = EvalSums(), 0
-    asked: deque[Pending[RowValues]] = deque()
+def evaluate(
+    dispatch: WorkerDispatch,
+    group: str,
+    stream: EvalStream,
+    progress: Progress,
+    figures: EvalSums | EvalMeans,
+) -> EvalSums | EvalMeans:
+    """The figures of all rows of one eval."""
+    done = 0
+    asked: deque[tuple[Mini, Pending[Any]]] = deque()
 
     def add() -> None:
-        nonlocal sums, done
-        sums, done = sums.plus(asked.popleft().result()), done + 1
-        facts = {name: round(value, 4) for name, value in sums.to_json().items() if isinstance(value, float)}
+        nonlocal figures, done
+        mini, answer = asked.popleft()
+        figures, done = figures.plus(answer.result(), mini), done + 1
+        told = figures.to_json()
+        facts = {name: round(told[name], 4) for name in SHOWN if isinstance(told.get(name), float)}
         progress(Tick(f"eval {stream.name}", done, len(stream), "steps", facts, final=done == len(stream)))
 
     for step in stream:
-        asked.append(dispatch.evaluate_async(group, step.mini_batches[0]))
+        (mini,) = step.mini_batches
+        asked.append((mini, figures.ask(dispatch, group, mini)))
         if len(asked) == AHEAD:
             add()
     while asked:
         add()
-    return sums
+    return figures

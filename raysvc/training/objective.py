@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_config
 from raysvc.errors import ConfigError
-from raysvc.scoring.wanted import FORMAT, check_rows
+from raysvc.job.objectives.units import UNITS
+from raysvc.scoring.wanted import FORMAT, NEEDS, check_rows
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -24,9 +25,6 @@ NO_EXAMPLES = {
     "stepwise": "what is to be learned is the labels of their steps",
 }
 OF_A_CRITIC = ("reward", "process")
-NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
-NEEDS |= {"process": ("step_labels",), "distill": ("teacher_ids", "teacher_logprobs")}
-UNITS = {"preference": "pairs", "kto": "examples"}
 REMEDIES = {
     "ref_logprobs": "compute it: raysvc enrich; or carry it: source.carry: {ref_logprobs: ...}",
     "teacher_ids": "name a teacher: enrich: {teacher: {model: ...}}; or carry it: source.carry: {teacher_ids: ...}",
@@ -37,7 +35,7 @@ def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
     """The loss that the workers train; None: cross-entropy of the targets.
 
     Raises:
-        ConfigError: the rows are of another format, or lack a column; or there are evals of a reward model.
+        ConfigError: the rows are of another format, or lack a column.
     """
     from raysvc.actors.worker.losses import DistillLoss, StepLoss
     from raysvc.actors.worker.row_losses import KtoLoss, PairLoss, RewardLoss
@@ -83,5 +81,3 @@ def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
         if name not in columns:
             default = f"carry it: source.carry: {{{name}: ...}}"
             raise ConfigError(where, f"needs a column {name!r}", REMEDIES.get(name, default))
-    if objective in OF_A_CRITIC and job.evals:
-        raise ConfigError("evals", "count tokens, and a reward model has none", "leave them out")

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError
 from raysvc.evals.eval_decisions import NOTHING_DECIDED, EvalDecisions
+from raysvc.job.objectives.units import UNITS, count_of
 from raysvc.progress import Progress, Tick
 from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
 from raysvc.trackers.stalls import StallBook, StepTimes
 from raysvc.training.loss_shares import LossShares, Shares
-from raysvc.training.objective import UNITS
 from raysvc.training.run_folder import LOGS, Checkpoint, RunFolder
 from raysvc.training.step_log import NOTHING, StepLog
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from raysvc.job.config import Reduction
 
 
+NO_METRICS = ("step", "eval", "rows", *UNITS.values(), "targets", "bytes", "eval_s")  # of a line of an eval
 STEPS_OF_RATE = 20  # last ones, of which the time that is left follows
 
 
@@ -198,9 +199,9 @@ def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics of a line of evals.jsonl, named as HF's Trainer names those of one of several eval
     datasets.
     """
-    prefix = f"eval_{line['eval']}_"
-    found = {"loss": line["loss"], "bits_per_byte": line["bits_per_byte"], "runtime": line["eval_s"]}
-    found["samples_per_second"] = line["rows"] / max(line["eval_s"], 1e-9)
+    prefix, seconds = f"eval_{line['eval']}_", line["eval_s"]
+    found = {name: value for name, value in line.items() if name not in NO_METRICS}
+    found |= {"runtime": seconds, "samples_per_second": count_of(line).number / max(seconds, 1e-9)}
     return {prefix + name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -193,6 +193,7 @@ def ask_everything(dispatch: WorkerDispatch, name: str, data: MiniBatch) -> dict
         "forward_backward": dispatch.forward_backward_async(name, data),
         "optim_step": dispatch.optim_step_async(name),
         "evaluate": dispatch.evaluate_async(name, data),
+        "evaluate_loss": dispatch.evaluate_loss_async(name, data),
         "set_lr": dispatch.set_lr_async(name, 0.25),
         "save_checkpoint": dispatch.save_checkpoint_async(name, "/there"),
         "load_checkpoint": dispatch.load_checkpoint_async(name, "/there"),

@@ -53,12 +53,11 @@ def pairs(num_pairs: int = 5, seed: int = 3) -> RowBatch:
     return RowBatch(rows.row_ids, rows.offsets, rows.tokens, {"margin": margin, "label": label})
 
 
-def shards_of(rows: RowBatch, layout: str, dp_size: int) -> Any:
-    num_pairs = len(rows) // 2
-    config = PlanConfig(batch_size=num_pairs, shuffle="none", **PLANS[layout])
+def shards_of(rows: RowBatch, layout: str, dp_size: int, batch: int | None = None, step: int = 0) -> Any:
+    config = PlanConfig(batch_size=batch or len(rows) // 2, shuffle="none", tail="pad", **PLANS[layout])
     groups = Groups.of_runs(np.arange(0, len(rows) + 1, 2, dtype=np.int64), are_pairs=True)
     plan = Plan(config, HeldRows(rows.lengths.astype(np.int32), groups))
-    [mini] = plan.step(0, dp_size).mini_batches
+    [mini] = plan.step(step, dp_size).mini_batches
     taken = some_rows(rows, mini.row_ids)
     taken = RowBatch(
         taken.row_ids, taken.offsets, taken.tokens, {n: v[mini.row_ids] for n, v in rows.rows.items()}

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from raysvc.actors.worker.results import reduce_metrics, step_metrics
+from raysvc.actors.worker.results import DESIRABLE, reduce_metrics, step_metrics
 from raysvc.actors.worker.row_losses import KtoLoss, LossRows, PairLoss, RewardLoss
+from raysvc.collate.shard import Shard
+from raysvc.job.objectives.eval_metrics import METRICS
 from raysvc.row_batch import RowBatch
+from raysvc.training.evaluation import EvalMeans
 
 from . import pair_reference
 from .ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from .test_pair_losses import BETA, LOSSES, PLANS, model_of, pairs, shards_of, some
+
+if TYPE_CHECKING:
+    from raysvc.client.steps import Mini
 
 PAIRS = 4
 INTERNAL = {"row_loss", "row_count", "loss"}
@@ -239,3 +245,83 @@ def test_a_step_of_several_mini_batches_weighs_them_by_their_pairs() -> None:
     ]
     expected = {"rewards/chosen": 2.0, "max_reward": 3.0, "min_reward": -5.0, "rewards/rejected": 2.0}
     assert step_metrics(minis, [4, 2]) == pytest.approx(expected)
+
+
+BATCHES = 3  # of 2, 2 and 1 pair
+
+
+def evaluated(worker: Any, shards: list[Shard]) -> list[Told]:
+    """What a worker says of each mini-batch, each weighed by its pairs."""
+    found = []
+    for step, shard in enumerate(shards):
+        worker.stage((-1, step), shard, loss_weight=float(shard.denominators.groups))
+        found.append(worker.evaluate_loss((-1, step)))
+    assert all(each.grad is None for each in worker.model.parameters())
+    assert worker.model.training
+    return found
+
+
+def check_evals(ranks_told: list[list[Told]], shards: list[Any], loss: Any, what: str) -> None:
+    """Over all batches it is what a process says that looks at each row by itself."""
+    means = EvalMeans("group_mean", "pairs")
+    for step, told in enumerate(zip(*ranks_told, strict=True)):
+        info = SimpleNamespace(denominators=shards[step][0].denominators)
+        means = means.plus(reduce_metrics(told), cast("Mini", SimpleNamespace(info=info)))
+    rows, said = pairs(), means.to_json()
+    formula = {type_of(each): formula for each, formula in LOSSES}.get(type_of(loss))
+    if formula is None:
+        expected, losses = rewards_by_hand(rows), pair_reference.reward(model_of("critic"), rows, 0.0)
+    else:
+        expected, losses = by_hand(loss, rows), formula(pair_reference.scores(model_of(), rows), rows)
+    expected["loss"] = float(losses.mean().detach())
+    for name, value in expected.items():
+        assert said[name] == pytest.approx(value, rel=1e-5, abs=1e-7), (what, name)
+    assert (said["pairs"], said["rows"]) == (5, 10)
+    exact = said.get("rewards/accuracies", said.get("accuracy"))
+    assert exact * 5 == pytest.approx(round(exact * 5), abs=1e-11), "equal shares are equal"
+    objective = {"sigmoid": "dpo", RewardLoss: "reward"}.get(type_of(loss), type_of(loss))
+    assert set(said) - {"rows", "pairs", "targets", DESIRABLE} == set(METRICS[objective])
+
+
+def type_of(loss: Any) -> Any:
+    return getattr(loss, "kind", type(loss))
+
+
+PAIRED_LOSSES = [*(loss for loss, _ in LOSSES if isinstance(loss, PairLoss)), RewardLoss(margins=True)]
+
+
+def spec_of(loss: Any, **more: Any) -> Any:
+    return tiny_spec(own_loss=loss, role="critic" if loss.of_values else "policy", **more)
+
+
+@pytest.mark.parametrize("loss", PAIRED_LOSSES, ids=str)
+def test_an_eval_says_the_loss_and_metrics_of_the_objective_whatever_its_batches(loss: Any) -> None:
+    worker = DoubleWorker(0, 1, "cpu", spec_of(loss).model_dump_json())
+    worker.setup("")
+    for layout in ("left", "packed"):
+        shards = [list(shards_of(pairs(), layout, 1, 2, step)) for step in range(BATCHES)]
+        check_evals([evaluated(worker, [one for (one,) in shards])], shards, loss, layout)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_eval_says_the_same_on_several_ranks(ranks: Ranks) -> None:
+    for loss in PAIRED_LOSSES:
+        for dp_size in (2, 3):
+            shards = [list(shards_of(pairs(), "packed", dp_size, 2, step)) for step in range(BATCHES)]
+            told = ranks.run(spec_of(loss), evaluated, [(list(mine),) for mine in zip(*shards, strict=True)])
+            check_evals(told, shards, loss, f"{dp_size} ranks")
+
+
+def test_an_eval_of_kto_says_what_a_process_says_that_looks_at_each_row() -> None:
+    loss, formula = LOSSES[-1]
+    worker = DoubleWorker(0, 1, "cpu", spec_of(loss).model_dump_json())
+    worker.setup("")
+    (shard,) = shards_of(pairs(), "packed", 1)
+    told = evaluated(worker, [shard])[0]
+    rows, count = pairs(), shard.denominators.groups
+    expected = by_hand(loss, rows)
+    expected["loss"] = float(formula(pair_reference.scores(model_of(), rows), rows).mean().detach())
+    for name, value in expected.items():
+        assert told[name] / count == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert set(told) - {DESIRABLE} == set(METRICS["kto"])

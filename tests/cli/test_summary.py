@@ -55,10 +55,11 @@ def test_the_end_of_a_run_says_what_was_trained_what_was_not_and_what_comes_next
     }
 
 
-def test_the_end_of_a_run_of_pairs_says_how_many_pairs_its_rows_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert lines(capsys, pairs=700)["trained"].startswith("1,400 rows (700 pairs) with 10,367 trained tokens")
+def test_the_end_of_a_run_of_pairs_counts_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    held = {"loss": 0.6931, "rewards/accuracies": 0.5, "kl": 1.0, "rows": 12, "pairs": 6}
+    told = lines(capsys, pairs=700, evals={"held": held})
+    assert told["trained"].startswith("700 pairs with 10,367 trained tokens")
+    assert told["eval held"] == "loss 0.6931, rewards/accuracies 0.5 on 6 pairs"
 
 
 def test_a_run_whose_evals_decided_says_what_and_since_when(capsys: pytest.CaptureFixture[str]) -> None:

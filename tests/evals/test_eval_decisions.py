@@ -27,37 +27,45 @@ def line(value: float | None, metric: str = "loss") -> dict[str, Any]:
     return {"eval": "held", "loss": None, "bits_per_byte": None, metric: value}
 
 
-def stop_by_transformers(values: list[float], patience: int, threshold: float) -> tuple[int | None, int]:
+def stop_by_transformers(
+    values: list[float], patience: int, threshold: float, rises: bool
+) -> tuple[int | None, int]:
     """After how many evals HF's Trainer stops, and which one was the best."""
     from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
-    args = TrainingArguments("out", report_to=[], metric_for_best_model="loss", greater_is_better=False)
+    args = TrainingArguments("out", report_to=[], metric_for_best_model="loss", greater_is_better=rises)
     callback, state = EarlyStoppingCallback(patience, threshold), TrainerState()
     best = 0
     for number, value in enumerate(values, start=1):
         control = TrainerControl()
         callback.on_evaluate(args, state, control, metrics={"eval_loss": value})
-        if state.best_metric is None or value < state.best_metric:  # as its Trainer, which saves afterwards
+        if state.best_metric is None or (
+            value > state.best_metric if rises else value < state.best_metric
+        ):  # as its Trainer, which saves afterwards
             state.best_metric, best = value, number
         if control.should_training_stop:
             return number, best
     return None, best
 
 
+@pytest.mark.parametrize(
+    ("metric", "rises"), [("loss", False), ("rewards/rejected", False), ("rewards/accuracies", True)]
+)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_stops_where_the_callback_of_transformers_stops_it_whatever_checkpoints_it_was_resumed_from(
-    seed: int,
+    seed: int, metric: str, rises: bool
 ) -> None:
+    held = {"eval": "held", "metric": metric}
     rng = np.random.default_rng(seed)
     values = np.round(1.0 + rng.normal(0, 0.1, 30).cumsum(), 2).tolist()
     patience, threshold = int(rng.integers(1, 5)), float(rng.choice([0.0, 0.1]))
-    job = trainer(keep_best=HELD, stop_after={**HELD, "patience": patience, "threshold": threshold})
-    stop, best = stop_by_transformers(values, patience, threshold)
+    job = trainer(keep_best=held, stop_after={**held, "patience": patience, "threshold": threshold})
+    stop, best = stop_by_transformers(values, patience, threshold, rises)
     state: dict[str, Any] = {}
     for number, value in enumerate(values, start=1):
         decisions = EvalDecisions.of(job, state)
         assert not decisions.stops
-        decisions = decisions.after(number * 10, [line(value)])
+        decisions = decisions.after(number * 10, [line(value, metric)])
         state = json.loads(json.dumps(decisions.to_state()))  # of a checkpoint
         if decisions.stops:
             break
@@ -118,6 +126,9 @@ def test_a_metric_that_an_eval_does_not_have_is_named() -> None:
         ({"keep_best": {"eval": "hold"}, "eval_every_steps": 2}, r"keep_best\.eval: hold is no eval of this job; give one of held"),
         ({"stop_after": {"eval": "hold", "patience": 2}, "eval_every_steps": 2}, r"stop_after\.eval: hold is no eval"),
         ({"stop_after": HELD, "eval_every_steps": 2}, r"stop_after.patience"),
+        ({"keep_best": {**HELD, "metric": "accuracy"}, "eval_every_steps": 2, "objective": "dpo"},
+         r"trainer\.keep_best\.metric: an eval of objective dpo has no accuracy; give one of loss, rewards/accuracies"),
+        ({"keep_best": {**HELD, "metric": "rewards/margins"}, "eval_every_steps": 2}, r"give one of loss, bits_per_byte"),
     ],
 )  # fmt: skip
 def test_what_would_decide_nothing_is_refused(fields: dict[str, Any], told: str) -> None:

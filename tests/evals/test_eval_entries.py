@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raysvc.api import entry_or_build
+from raysvc.api import entry_or_build, serve_spec
 from raysvc.errors import ConfigError, QuarantineExceeded, SourceError, UserMistake, keys_under
-from raysvc.evals.eval_entries import _eval_entry
+from raysvc.evals.eval_entries import _eval_entry, check_evals
 from raysvc.job.job_file import load_job
 from raysvc.progress import silent
 
@@ -40,6 +40,59 @@ def test_a_mistake_in_an_eval_has_its_own_key_and_no_row_is_tokenized(
         entry_or_build(job_of(tmp_path, sample, **source), None, silent)
     assert refused.value.where == f"evals.held.{key}"
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".arrow" or "part" in path.name]
+
+
+PAIR = {"prompt": "2 + 2 = ", "chosen": "yes.", "rejected": "never."}
+
+
+def pair_job(folder: Path, sample: dict[str, str], held: list[dict[str, Any]], **more: Any) -> Any:
+    for name, rows in (("rows", [{**PAIR, "prompt": f"{n}: "} for n in range(4)]), ("held", held)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_job(
+        {
+            "source": {"path": str(folder / "rows.jsonl"), **more.pop("source", {})},
+            "tokenizer": sample["tokenizer"],
+            "cache": {"root": str(folder / "cache")},
+            "trainer": {"objective": "dpo"},
+            "evals": {"held": {"source": {"path": str(folder / "held.jsonl")}}},
+            **more,
+        }
+    )
+
+
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "where", "what"),
+    [
+        (CHAT, {}, "source", "has chat rows, and trainer.objective dpo evaluates preference"),
+        (PAIR, {"trainer": {"objective": "sft"}}, "source", "has preference rows, and trainer.objective sft evaluates examples"),
+        (PAIR, {"source": {"carry": ["ref_logprobs"]}}, "source.carry", "lacks ref_logprobs, which the rows of training carry"),
+    ],
+)  # fmt: skip
+def test_rows_of_an_eval_that_the_objective_cannot_evaluate_are_refused_before_any_is_tokenized(
+    tmp_path: Path, sample: dict[str, str], held: Any, more: dict[str, Any], where: str, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what) as refused:
+        check_evals(pair_job(tmp_path, sample, [held], **more))
+    assert refused.value.where == f"evals.held.{where}"
+
+
+def test_rows_of_an_eval_have_the_reference_that_the_rows_of_training_have(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = pair_job(tmp_path, sample, [{**PAIR, "prompt": f"{n}: "} for n in (2, 3)])
+    entry, _ = entry_or_build(job, None, silent)
+    found = _eval_entry(job, "held")
+    (held,) = found.entries
+    assert found.hit, "it was computed before anything is served"
+    ours = entry.rows.read(entry.row_ids()[4:])
+    theirs = held.read(held.row_ids())
+    assert theirs.tokens["ref_logprobs"].tolist() == ours.tokens["ref_logprobs"].tolist()
+    spec = serve_spec(job, entry).evals["held"]
+    assert "ref_logprobs" not in spec.without
+    assert spec.sources[0].uri == held.uri
 
 
 def test_rows_of_an_eval_that_cannot_be_verified_are_told_as_its_own(

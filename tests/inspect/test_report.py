@@ -207,11 +207,17 @@ def test_a_run_of_pairs_has_charts_of_accuracies_rewards_and_log_probabilities()
         "rewards/margins": 2.0,
         "logps/chosen": -7.0,
     }
-    charts = {chart.title: chart.series for chart in run_charts([{**STEPS[0], **told}, STEPS[1]], [])}
+    steps = [{**STEPS[0], **told}, STEPS[1]]
+    charts = {chart.title: chart.series for chart in run_charts(steps, [])}
     assert charts["Share of pairs whose chosen reward is higher"] == {"accuracies": [0.5, None]}
     assert charts["Rewards"] == {"chosen": [1.0, None], "rejected": [-1.0, None], "margins": [2.0, None]}
     assert charts["Log-probabilities"] == {"chosen": [-7.0, None]}
     assert "Rewards" not in {chart.title for chart in run_charts(STEPS, [])}
+    held = {"step": 1, "eval": "held", "loss": 0.7, "rewards/accuracies": 0.25}
+    charts = {chart.title: chart.series for chart in run_charts(steps, [held])}
+    assert charts["Loss"]["eval held"] == [None, 0.7]
+    assert charts["Share of pairs whose chosen reward is higher"]["eval held accuracies"] == [None, 0.25]
+    assert charts["Log-probabilities"] == {"chosen": [-7.0, None]}
 
 
 HOVER = """<script>addEventListener("load", () => {

@@ -87,8 +87,12 @@ def test_a_run_of_pairs_or_steps_learns_to_tell_them_apart(
         trainer={"objective": objective, "dp_size": 2, "beta": 2.0, "learning_rate": 1e-2,
                  "run_dir": str(tmp_path / "run"), "cpus_per_worker": 0},
         server={"name": f"pairs-{objective}", "num_cpus": 0},
+        evals={"same": {"source": {"path": str(tmp_path / "rows.jsonl")}, "batch_size": 3}},
     )  # fmt: skip
-    train(job)
+    summary = train(job)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] / 2
+    same = summary["evals"]["same"]
+    assert same["loss"] == pytest.approx(losses[-1], rel=0.2), "of the same rows, one step later"
+    assert same["rewards/accuracies" if objective == "simpo" else "accuracy"] == 1.0

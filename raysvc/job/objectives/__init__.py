@@ -1,0 +1,1 @@
+"""What the objectives of a trainer measure, and what they count."""

@@ -1,0 +1,28 @@
+"""Names what rows are counted in: two rows of a pair are one pair.
+
+Always true:
+- a count says its unit: `pairs`, `examples` that stand beside a mismatched row, or `rows` that count for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+UNITS = {"preference": "pairs", "kto": "examples"}  # by the format of the rows
+
+
+class Count(NamedTuple):
+    """Counts pairs, examples or rows."""
+
+    number: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.number:,} {self.unit}"
+
+
+def count_of(line: Mapping[str, Any]) -> Count:
+    """Returns how much a line of a log or a summary is of."""
+    unit = next((name for name in UNITS.values() if name in line), "rows")
+    return Count(line[unit], unit)
