@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.builds.build_plan import BuildPlan
+from raysvc.builds.mixed_job import paths_of
 from raysvc.cache.entry import Entry
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine, shown_reasons
 from raysvc.errors import SourceError
 from raysvc.job.config import JobConfig
-from raysvc.redact import redacted
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
@@ -73,7 +73,7 @@ def known_before(job: JobConfig, plan: BuildPlan) -> dict[str, Any]:
         "vocab_size": len(plan.tokenizer.hf),
         "source_bytes": plan.source.num_bytes,
         "source_rows": [piece.num_rows for piece in plan.source.slices],
-        "paths": [redacted(path) for path in job.source.names],
+        "paths": list(paths_of(job)),
     }
 
 

@@ -80,12 +80,14 @@ class CacheEntry:
         hit: whether it was there already.
         reason: why it was used or built, one clause.
         sources: names of the sources of a mixture.
+        paths: files of the job that asked for it; empty: those that it was built from, which may have had other names.
     """
 
     entries: tuple[Entry, ...]
     hit: bool = True
     reason: str = "opened by its address"
     sources: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
     @cached_property
     def rows(self) -> Rows:
@@ -128,6 +130,11 @@ class CacheEntry:
     def facts(self) -> dict[str, Any]:
         """Says which entry this is and whether it was there, for machines."""
         return {"key": self.key, "hit": self.hit, "reason": self.reason, "uri": self.uri}
+
+    @property
+    def source(self) -> str:
+        """The files of its rows, as the job names them that asked for it."""
+        return ", ".join(self.paths or self.report.get("paths", ()))
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
@@ -182,7 +189,7 @@ class CacheEntry:
         ids = self._ids(row_ids)
         numbers = self.rows.read(ids).rows["source_row"].tolist()
         if not self.sources:
-            return [(", ".join(self.report["paths"]), number) for number in numbers]
+            return [(self.source, number) for number in numbers]
         return list(zip(self.sources_of(ids), numbers, strict=True))
 
     def sources_of(self, row_ids: Sequence[int] | Int64s) -> list[str]:
@@ -219,12 +226,11 @@ class CacheEntry:
         )
 
     def _shown(self) -> dict[str, Any]:
-        source = ", ".join(self.report.get("paths", ()))
         return {
             "key": self.key[:16],
             "rows": self.num_rows,
             "tokens": self.num_tokens,
-            "source": source,
+            "source": self.source,
             "uri": self.uri,
         }
 

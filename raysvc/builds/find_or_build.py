@@ -16,7 +16,7 @@ from raysvc.builds.build import Build, Resumable
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.followed_build import FollowedBuild
 from raysvc.builds.lookup import Lookup, look
-from raysvc.builds.mixed_job import jobs_of
+from raysvc.builds.mixed_job import jobs_of, paths_of
 from raysvc.builds.places import from_dataset, in_cluster, in_this_process
 from raysvc.builds.streamed_build import StreamedBuild
 from raysvc.cache.entry import Entry
@@ -77,9 +77,9 @@ def as_one(job: JobConfig, found: Sequence[Lookup], entries: Sequence[Entry]) ->
     """
     hit = all(one.entry is not None for one in found)
     if job.mixture is None:
-        return CacheEntry(tuple(entries), hit, found[0].reason)
+        return CacheEntry(tuple(entries), hit, found[0].reason, paths=paths_of(job))
     told = "; ".join(f"{one.name}: {one.reason}" for one in found)
-    return CacheEntry(tuple(entries), hit, told, tuple(job.mixture.sources))
+    return CacheEntry(tuple(entries), hit, told, tuple(job.mixture.sources), paths_of(job))
 
 
 def begin(found: Lookup, progress: Progress = silent, number: int = 0, *, until_now: bool = False) -> Build:

@@ -18,6 +18,7 @@ from raysvc.evals.held_rows import trained_rows
 from raysvc.plan.entry_plan import chosen_entries, count_groups, weighted_counts
 from raysvc.plan.mixture import counts_by_epochs, groups_of_epoch
 from raysvc.plan.plan import schedule_of
+from raysvc.redact import redacted
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import MixtureSpec
@@ -35,6 +36,11 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
         name: job.model_copy(update={"source": each.source, "mixture": None})
         for name, each in job.mixture.sources.items()
     }
+
+
+def paths_of(job: JobConfig) -> tuple[str, ...]:
+    """The files of a job, source after source, or what else its rows come from; without credentials."""
+    return tuple(redacted(path) for one in jobs_of(job).values() for path in one.source.names)
 
 
 def mixture_spec(job: JobConfig, entries: Sequence[Entry]) -> MixtureSpec | None:

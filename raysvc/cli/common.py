@@ -4,8 +4,7 @@ Always true:
 - exit code 0 only on success, 2 for a user's mistake (one line on stderr, no traceback), 1 for what raysvc
   raised otherwise, 130 for Ctrl-C and 143 for SIGTERM;
 - what a file system refuses is a user's mistake;
-- a job.yaml, or the folder of a run in place of its job, may stand where overrides stand; a run that has no job, like one of rollouts, where
-  a command is for those too (`SERVED_RUNS`);
+- a job.yaml, or a run in place of its job, may stand where overrides stand; see `raysvc.cli.named_run`;
 - with `--json` the last line of stdout is one JSON object, everything else goes to stderr;
 - every command takes -v and -q, before its name or after it;
 - a local Ray that a command started ends with it.
@@ -18,19 +17,17 @@ import functools
 import inspect
 import json
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
 from raysvc.cli import interrupt
+from raysvc.cli.named_run import SERVED_RUNS, with_job_named
 from raysvc.cli.view import show_progress
 from raysvc.errors import ConfigError, RaysvcError, UserMistake
 
-SERVED_RUNS = ("replay", "report", "show")  # commands that need no job of a run
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,26 +61,6 @@ FILE_SYSTEM = {  # errors that a user can fix -> how
 LOUDNESS = {"verbose": Verbose, "quiet": Quiet}
 
 
-@dataclass(frozen=True)
-class ServedRun:
-    """The folder, or URL, of a run without a job, in place of a job."""
-
-    folder: str
-
-
-def served_run(config: object, overrides: Sequence[str] | None) -> str | None:
-    """The folder of a run without a job, if a command was given one.
-
-    Raises:
-        ConfigError: keys of its job are to be changed.
-    """
-    if not isinstance(config, ServedRun):
-        return None
-    if overrides:
-        raise ConfigError(overrides[0], f"changes a job, and {config.folder} has none", "leave it out")
-    return config.folder
-
-
 Version = Annotated[
     bool,
     typer.Option(
@@ -107,7 +84,7 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
         _set_loudness(**chosen)
         with interrupt.twice():  # also while Ray ends
             try:
-                return function(*args, **_with_job_named(kwargs, default, function.__name__ in SERVED_RUNS))
+                return function(*args, **with_job_named(kwargs, default, function.__name__ in SERVED_RUNS))
             except UserMistake as error:
                 raise _fail(error, 2) from None
             except (RaysvcError, TimeoutError) as error:
@@ -143,66 +120,10 @@ def emit(result: Mapping[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
-def _with_job_named(arguments: dict[str, Any], default: str | None, of_served_runs: bool) -> dict[str, Any]:
-    """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
-    words = arguments.get("overrides")
-    if words and (folder := _run_folder(words[0])) is not None:
-        from raysvc.training.run_job import has_job, job_of_run
-
-        if of_served_runs and arguments["config"] == default and not has_job(folder) and _is_served(folder):
-            return {**arguments, "config": ServedRun(folder), "overrides": words[1:]}
-        if not has_job(folder):
-            what = "is a folder, and a job is a file; no run has kept its job there"
-            raise ConfigError(words[0], what, "write -c job.yaml, the job whose trainer.run_dir it is")
-        if arguments["config"] != default:
-            what = f"is a run, and there is another job, -c {arguments['config']}"
-            raise ConfigError(words[0], what, "name one of them")
-        return {**arguments, "config": job_of_run(folder), "overrides": words[1:]}
-    if not words or "=" in words[0] or not words[0].endswith((".yaml", ".yml")):
-        return arguments
-    if arguments["config"] != default:
-        what = f"there is another job, -c {arguments['config']}"
-        raise ConfigError(words[0], what, "name one of them")
-    return {**arguments, "config": words[0], "overrides": words[1:]}
-
-
-def further_runs(words: Sequence[str] | None) -> list[str]:
-    """The folders of runs that stand after the first one, before dotted overrides."""
-    found = [_run_folder(word) for word in words or ()]
-    return [folder for folder in found if folder is not None]
-
-
-def run_folder(word: str) -> str:
-    """The folder of a run that an argument names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    folder = _run_folder(word)
-    if folder is None:
-        raise ConfigError(word, "is no folder, and runs has none of that name", "name the folder of a run")
-    return folder
-
-
 def _as_mistake(error: OSError) -> UserMistake:
     """Returns what a file system refused, as a line that says what to do."""
     remedy = FILE_SYSTEM[error.errno or 0]
     return ConfigError(str(error.filename or "a file"), f"cannot be used ({error.strerror})", remedy)
-
-
-def _run_folder(word: str) -> str | None:
-    """The folder of a run that an argument names, by its path or by its name in `runs`; None where it names none."""
-    if "=" in word or word.endswith((".yaml", ".yml")):
-        return None
-    if "://" in word:
-        return word
-    return next((path for path in (word, os.path.join("runs", word)) if os.path.isdir(path)), None)
-
-
-def _is_served(folder: str) -> bool:
-    """Returns whether a run says how its steps were made; of a URL that is found out when it is read."""
-    files = (("server", "served"), ("served.jsonl",))
-    return "://" in folder or any(os.path.exists(os.path.join(folder, *path)) for path in files)
 
 
 def _say_version(asked: bool) -> None:

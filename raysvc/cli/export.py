@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from raysvc.cli.common import AsJson, Job, Overrides, edge, emit
+from raysvc.cli.named_run import job_that_ran
 
 Out = Annotated[Path, typer.Option(help="Folder to write; must not exist.", metavar="DIR")]
 Step = Annotated[
@@ -33,11 +34,10 @@ def export(
 
     Example: raysvc export job.yaml --step 100 --out model-100
     """
-    from raysvc.job.job_file import load_job
     from raysvc.training.export import best_steps
     from raysvc.training.export import export as write
 
-    job = load_job(config, overrides or ())
+    job = job_that_ran(config, overrides).job
     checkpoint = write(job, out, step)
     if as_json:
         emit({"model": str(out.absolute()), "step": checkpoint.step})

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
-from raysvc.cli.enrich import as_far_as_there
+from raysvc.cli.named_entry import named_entry
+from raysvc.cli.named_run import job_as_it_is
 from raysvc.cli.view import View, print_rows, print_table
 
 if TYPE_CHECKING:
@@ -34,16 +35,15 @@ def plan(
 
     Example: raysvc plan job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
-    from raysvc import api
     from raysvc.builds.job_plan import plan_of, report_of
     from raysvc.collate.plan_report import in_words, rows_of_step
     from raysvc.errors import PlanError
-    from raysvc.job.job_file import load_job
     from raysvc.row_ids import written
 
-    job = load_job(config, overrides or ())
+    named = job_as_it_is(config, overrides)
+    job = named.job
     with View() as view:
-        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
+        entry = named_entry(named, address, view)
     steps = plan_of(job, entry)
     if any(one.listings for one in entry.entries):
         there = _steps_there(steps, entry)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysvc.cli.common import AsJson, Overrides, edge, emit, served_run
+from raysvc.cli.common import AsJson, Overrides, edge, emit
+from raysvc.cli.named_run import job_that_ran, served_run
 from raysvc.cli.view import print_rows
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ def replay(
     """
     from raysvc.inspect.replay_run import replay_job, replay_run, save
     from raysvc.inspect.row_media import media_of_shards
-    from raysvc.job.job_file import load_job
 
     if (run := served_run(config, overrides)) is not None:
         again = replay_run(run, step, dp_size)
     else:
-        again = replay_job(load_job(config or "job.yaml", overrides or ()), step, dp_size)
+        again = replay_job(job_that_ran(config or "job.yaml", overrides).job, step, dp_size)
     shards = again.chosen(rank)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, further_runs, served_run
-from raysvc.cli.enrich import as_far_as_there
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.named_entry import named_entry
+from raysvc.cli.named_run import further_runs, job_that_ran, served_run, show_command
 from raysvc.cli.replay import Tokenizer, decoder
 from raysvc.cli.view import View, print_rows
 
-if TYPE_CHECKING:
-    from raysvc.job.config import JobConfig
-
 Html = Annotated[Path, typer.Option("--out", help="File to write.")]
-
-
-def _as_it_ran(job: JobConfig) -> JobConfig:
-    """The job that the run in its run folder had, where there is one; what differs is said."""
-    from raysvc.cache.store.open import absolute
-    from raysvc.training.run_job import differences, has_job, job_of_run, with_credentials
-
-    folder = absolute(job.run_dir)
-    if not has_job(folder):
-        return job
-    ran = job_of_run(folder)
-    if differ := differences(job, ran):
-        told = "; ".join(f"{key} was {theirs!r} and is {ours!r}" for key, (ours, theirs) in differ.items())
-        print(f"the run in {folder} had another job, which is reported: {told}", file=sys.stderr)
-    return with_credentials(ran, job)
 
 
 def _compare(config: object, others: list[str], words: list[str] | None, html: Path, as_json: bool) -> None:
@@ -55,9 +37,7 @@ def _compare(config: object, others: list[str], words: list[str] | None, html: P
         what = "is compared with what is not a run of raysvc train"
         raise ConfigError(others[0], what, "name the folders of two such runs")
     for word in (word for word in words or () if not further_runs([word])):
-        if "=" in word:
-            raise ConfigError(word, "changes a job, and runs are compared as they ran", "leave it out")
-        raise ConfigError(word, "is no folder of a run", "name one, or leave it out")
+        raise ConfigError(word, "changes a job, and runs are compared as they ran", "leave it out")
     runs = read_runs([config.run_dir, *others])
     html.parent.mkdir(parents=True, exist_ok=True)
     write_page(html, render_comparison(runs))
@@ -91,9 +71,7 @@ def report(
 
     Example: raysvc report runs/sft-1 runs/sft-2 --out both.html
     """
-    from raysvc import api
     from raysvc.errors import ConfigError
-    from raysvc.job.job_file import load_job
     from raysvc.report.facts import gather
     from raysvc.report.page import render, write_page
 
@@ -103,18 +81,18 @@ def report(
     run = served_run(config, overrides)
     if run is None and tokenizer is not None:
         raise ConfigError("--tokenizer", "is for runs of rollouts, and a job names its own", "leave it out")
-    job = None if run is not None else _as_it_ran(load_job(config, overrides or ()))
+    named = None if run is not None else job_that_ran(config, overrides)
     html.parent.mkdir(parents=True, exist_ok=True)
     html.open("a").close()  # what cannot be written is said before the rows are read
-    if job is None:
+    if named is None:
         from raysvc.inspect.rollout_run import open_run
         from raysvc.report.rollouts_page import render_rollouts
 
         write_page(html, render_rollouts(open_run(str(run)), decoder(tokenizer)))
     else:
         with View() as view:
-            entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
-        write_page(html, render(gather(job, entry)))
+            entry = named_entry(named, address, view)
+        write_page(html, render(gather(named.job, entry, show_command(named, config, overrides))))
     if as_json:
         emit({"html": str(html)})
     else:

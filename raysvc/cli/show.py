@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, served_run
-from raysvc.cli.enrich import as_far_as_there
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.named_entry import named_entry
+from raysvc.cli.named_run import NamedJob, job_as_it_is, job_that_ran, served_run
 from raysvc.cli.replay import Tokenizer
 from raysvc.cli.row_text import print_picture, token_counts
 from raysvc.cli.show_rollouts import show_rollouts
@@ -81,7 +82,6 @@ def show(
     Example: raysvc show runs/grpo-1 --step 812 --tokenizer Qwen/Qwen3-8B
     """
     from raysvc.errors import ConfigError
-    from raysvc.job.job_file import load_job
 
     if (run := served_run(config, overrides)) is not None:
         if row != "0" or source_row or rows or rank is not None or html is not None:
@@ -92,18 +92,18 @@ def show(
         return
     if tokenizer is not None:
         raise ConfigError("--tokenizer", "is for runs of rollouts, and a job names its own", "leave it out")
-    job = load_job(config, overrides or ())
+    named = (job_as_it_is if step is None else job_that_ran)(config, overrides)
     if source_row is not None:
         if row != "0" or step is not None or rows or rank is not None or html is not None:
             raise ConfigError("--source-row", "is shown alone, as text", "leave out the other options")
-        show_source_row(job, source_row, as_json)
+        show_source_row(named.job, source_row, as_json)
         return
     if step is None and (rows or rank is not None):
         raise ConfigError("--rows, --rank", "apply to a step", "add --step")
     if step is not None:
-        found, result = _step(job, step, rank, rows)
+        found, result = _step(named.job, step, rank, rows)
     else:
-        found, result = _row(job, _id_of(row), address)
+        found, result = _row(named, _id_of(row), address)
     if as_json:
         emit(result)
     elif html is not None:
@@ -129,15 +129,14 @@ def _id_of(row: str) -> int:
         raise ConfigError("row", str(error), "give a number from 0 on, or source:slice:row") from None
 
 
-def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
-    from raysvc import api
+def _row(named: NamedJob, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc.errors import PlanError
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
     from raysvc.row_ids import written
 
     with View() as view:
-        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
+        entry = named_entry(named, address, view)
     try:
         values = entry.row(row)
     except PlanError as error:
@@ -149,9 +148,9 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     number, (turn,) = values["source_row"], entry.turns([row])
     head = f"row {written(row)} of {entry.num_rows}, {_origin(number, turn)}, {token_counts(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.row(row).spans]
-    removed = _removed(job, entry, number)
+    removed = _removed(named.job, entry, number)
     notes = [f"note: {_removed_note(removed, entry)}"] if removed else []
-    facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]
+    facts = [f"source: {entry.source}", *notes, *_notes(entry)]
     media = media_of_rows(entry, [row])
     result = {"row": written(row), "source_row": number, "turn": turn, "reasoning_removed": removed,
               "spans": spans, "columns": carried, "media": _json(media, row)}  # fmt: skip
@@ -160,13 +159,15 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
     from raysvc.builds.cache_entry import open_served
+    from raysvc.builds.mixed_job import paths_of
     from raysvc.inspect.lineage import lineage
     from raysvc.inspect.replay_run import replay_job
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import padding_cells, shard_pictures
 
     again = replay_job(job, step)
-    entry = open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))
+    spec = again.spec.model_copy(update={"storage_options": job.cache.storage_options})
+    entry = replace(open_served(spec), paths=paths_of(job))
     shards = again.chosen(rank)
     tokenizer = None if only_rows else _tokenizer(entry)
     pictures = [picture for shard in shards for picture in shard_pictures(shard, tokenizer)]
@@ -174,7 +175,7 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     padding, cells = (sum(both) for both in zip(*(padding_cells(shard) for shard in shards), strict=True))
     plan = again.spec.plan
     facts = [
-        f"source: {', '.join(entry.report['paths'])}",
+        f"source: {entry.source}",
         f"epoch {again.info.epoch}, {len(again.shards)} mini-batches on {again.dp_size} ranks, layout {plan.layout}; "
         f"made as {'the run was served' if again.recorded else 'the job file says'}",
         f"{len(pictures)} rows, {sum(p.is_dummy for p in pictures)} of them dummies; "

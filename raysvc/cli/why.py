@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysvc.cli.common import AsJson, edge, emit, run_folder
+from raysvc.cli.common import AsJson, edge, emit
+from raysvc.cli.named_run import run_folder
 from raysvc.cli.row_text import print_picture, token_counts
 from raysvc.cli.view import number, print_rows
 

@@ -149,8 +149,6 @@ def _no_override(text: str) -> ConfigError:
         return ConfigError(
             text, "is a file of rows, and not a job", f"run raysvc init {text} --tokenizer ..."
         )
-    if "/" in text and not path.exists():
-        return ConfigError(text, "is neither a run nor a job", "name the folder of a run, or a job.yaml")
     what = "is neither KEY=VALUE nor a run"
     return ConfigError(f"override {text!r}", what, "write plan.batch_size=64, or -c in front of a job file")
 

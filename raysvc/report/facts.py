@@ -79,8 +79,12 @@ class Facts:
     job: Mapping[str, Any] = field(default_factory=dict)
 
 
-def gather(job: JobConfig, entry: CacheEntry) -> Facts:
-    """Everything that is known about a job: its entry, its plan and, where it ran, its run."""
+def gather(job: JobConfig, entry: CacheEntry, command: str = "raysvc show") -> Facts:
+    """Everything that is known about a job: its entry, its plan and, where it ran, its run.
+
+    Args:
+        command: that shows a row of it, without the row.
+    """
     folder = RunFolder(absolute(job.run_dir))
     steps = list(folder.lines(folder.metrics))
     report = entry.report
@@ -93,7 +97,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     return Facts(
         title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
         overview={
-            "source": ", ".join(report["paths"]),
+            "source": entry.source,
             **_counted(entry, len(rows)),
             "tokens": entry.num_tokens,
             "trained on": job.train_on.replace("_", " "),
@@ -120,7 +124,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         summary=folder.summary(),
         evals=list(folder.lines(folder.evals)),
         run_dir=str(folder.path),
-        command=f"raysvc show {folder.path}" if steps else "raysvc show",
+        command=command,
         media=media_of_rows(
             entry, [seen.with_media[place] for place in spread(len(seen.with_media), MEDIA_ROWS)]
         ),

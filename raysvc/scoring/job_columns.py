@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.cache_entry import CacheEntry
@@ -131,4 +132,4 @@ def _sources(job: JobConfig, entry: CacheEntry) -> Iterator[tuple[JobConfig, lis
 def _entry(base: CacheEntry, added: list[Any], hit: bool, reason: str) -> CacheEntry:
     if all(one is before for one, before in zip(added, base.entries, strict=True)):
         return base
-    return CacheEntry(tuple(added), hit, reason, base.sources)
+    return replace(base, entries=tuple(added), hit=hit, reason=reason)

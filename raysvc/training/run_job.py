@@ -43,11 +43,14 @@ def has_job(folder: str | Path) -> bool:
     return (Path(folder) / FILE).is_file()
 
 
-def job_of_run(folder: str | Path) -> JobConfig:
+def job_of_run(folder: str | Path, today: JobConfig | None = None) -> JobConfig:
     """The job of the run in a folder, which it had when it started or went on last.
 
+    Args:
+        today: a job of the user's own file: it gives what is not kept, credentials and arguments, and names the same code.
+
     Raises:
-        ConfigError: the file is missing or damaged, or the job names code.
+        ConfigError: the file is missing or damaged, or the job names code that `today` does not.
     """
     path = Path(folder) / FILE
     remedy = "write -c job.yaml, the job whose trainer.run_dir it is"
@@ -57,20 +60,13 @@ def job_of_run(folder: str | Path) -> JobConfig:
         raise ConfigError(str(path), f"cannot be read ({error.strerror})", remedy) from None
     except ValueError as error:
         raise ConfigError(str(path), str(error), f"remove it, and {remedy}") from None
-    flat = dict(_flat(fields))
-    if code := [key for key in CODE if flat.get(key)]:
-        raise ConfigError(str(path), f"names code that would run ({code[0]})", remedy)
+    trusted = given_fields(today) if today is not None else {}
+    for key, value in _flat(fields):
+        if value and key.endswith(CODE) and trusted.get(key) != value:
+            raise ConfigError(str(path), f"names code that would run ({key})", remedy)
+    if today is not None:
+        fields = _with_secrets(fields, today.model_dump(exclude_unset=True))
     return load_job(fields, trainer={"run_dir": str(Path(folder).absolute())})
-
-
-def with_credentials(run: JobConfig, job: JobConfig) -> JobConfig:
-    """The job of a run with the credentials of a job for its cache and its source, which are not kept."""
-    return run.model_copy(
-        update={
-            "cache": run.cache.model_copy(update={"storage_options": job.cache.storage_options}),
-            "source": run.source.model_copy(update={"storage_options": job.source.storage_options}),
-        }
-    )
 
 
 def differences(job: JobConfig, run: JobConfig) -> dict[str, tuple[Any, Any]]:
@@ -128,6 +124,18 @@ def _without_credentials(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_credentials(one) for key, one in value.items() if key not in SECRETS}
     return value
+
+
+def _with_secrets(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with the secrets that another job gives at the same places."""
+    inside = {
+        key: _with_secrets(value, given[key])
+        if isinstance(value, Mapping) and isinstance(given.get(key), Mapping)
+        else value
+        for key, value in fields.items()
+    }
+    has = (key for key in SECRETS if key in given and (key != "args" or fields.get("ray")))
+    return {**inside, **{key: given[key] for key in has}}
 
 
 def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -280,7 +280,7 @@ MISTAKES = [
     ),
     Mistake(
         "report runs/none",
-        "runs/none: is neither a run nor a job; name the folder of a run, or a job.yaml",
+        "runs/none: is no run, and none is here; name the folder of a run, or a job.yaml",
         "report job.yaml",
     ),
     Mistake(

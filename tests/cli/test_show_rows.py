@@ -141,3 +141,22 @@ def test_a_row_of_a_source_is_found_by_its_own_number_where_rows_before_it_were_
     rows.write_text("\n" + rows.read_text())
     empty = runner.invoke(app, ["show", str(job), "--source-row", "0"])
     assert "row 0 is an empty line" in empty.stderr
+
+
+def test_two_jobs_that_share_an_entry_each_name_their_own_files(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    import raysvc
+
+    rows = [["a", "b"], ["c", "d"]]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        cache = {"root": str(tmp_path / "cache")}
+        job = job_file(
+            tmp_path / name, rows, tokenizer=sample["tokenizer"], plan={"batch_size": 2}, cache=cache
+        )
+        entry = raysvc.tokenize(job)
+        assert f"source {tmp_path / name / 'rows.jsonl'}" in repr(entry)
+        told = runner.invoke(app, ["show", str(job), "--step", "0", "--json"]).stdout
+        assert {row["source"] for row in json.loads(told)["rows"]} == {str(tmp_path / name / "rows.jsonl")}
+    assert entry.hit

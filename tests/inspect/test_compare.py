@@ -107,7 +107,7 @@ def test_mistakes_are_one_line_and_leave_no_page(tmp_path: Path) -> None:
         ((one, empty), "has trained no step"),
         ((one, tmp_path), "has trained no step"),
         ((one, two, "plan.seed=3"), "plan.seed=3: changes a job, and runs are compared as they ran"),
-        ((one, two, "ohter"), "ohter: is no folder of a run; name one, or leave it out"),
+        ((one, two, "ohter"), "ohter: is no run"),
     ):
         said = compare(*words, "--out", page, code=2)
         assert isinstance(said, str)

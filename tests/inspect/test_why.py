@@ -103,7 +103,7 @@ def test_a_step_without_losses_and_a_folder_without_a_run_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"has no loss in metrics\.jsonl"):
         spike_of(str(tmp_path), "loss")
     for words, complaint in (
-        (["why", "nowhere"], "is no folder"),
+        (["why", "nowhere"], "is no run"),
         (["why", run, "--spike", "lr"], "is not known"),
     ):
         refused = CliRunner().invoke(app, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from raysvc.cli.sample_data import write_rows
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
-from raysvc.training.run_job import FILE, differences, job_of_run, keep_job, with_credentials
+from raysvc.training.run_job import FILE, differences, job_of_run, keep_job
 
 BASE: dict[str, Any] = {
     "source": {"path": "rows.jsonl", "format": "chat"},
@@ -114,12 +115,23 @@ def test_a_report_is_of_the_job_that_the_run_had(
         assert done.exit_code == 0, done.output
         return done
 
+    (tmp_path / "rows.jsonl").open("a").write((tmp_path / "rows.jsonl").read_text().splitlines()[0] + "\n")
+    logged = (tmp_path / "runs" / "b" / "rows.jsonl").read_text().splitlines()
     told = run("report", "job.yaml", "--out", "one.html")
-    assert "plan.batch_size was 8 and is 12" in told.output
-    assert "was" not in run("report", "b", "--out", "two.html").output
+    assert "plan.batch_size was 8 and is 12" in told.stderr
+    assert run("report", "b", "--out", "two.html").stderr == ""
     assert (tmp_path / "one.html").read_text() == (tmp_path / "two.html").read_text()
-    assert "batch_size" not in run("plan", "b").output
-    assert run("plan", "runs/b", "--step", "2").output.count("\n") >= 8
+    assert ">24<" in (tmp_path / "two.html").read_text(), "rows of the entry that the run had"
+    for words in (["show", "--step", "2", "--rows"], ["replay", "--step", "2"]):
+        ours, theirs = run(*words, "job.yaml"), run(*words, "b")
+        assert "plan.batch_size was 8 and is 12" in ours.stderr
+        assert ours.stdout == theirs.stdout
+    assert "batch_size was 8" in run("export", "job.yaml", "--out", "model").stderr
+    planned = json.loads(run("plan", "b", "--step", "2", "--json").stdout)["rows"]
+    assert {row["row_id"] for row in planned} == set(json.loads(logged[2])["row_ids"])
+    today = run("plan", "job.yaml", "--json")
+    assert "batch_size was 8 and is 12" in today.stderr
+    assert json.loads(today.stdout)["num_rows"] == 25, "a plan of a job.yaml is of what is there now"
     refused = CliRunner().invoke(app, ["plan", "b", "-c", "other.yaml"])
     assert refused.exit_code == 2
     assert "is a run, and there is another job" in refused.output
@@ -138,7 +150,7 @@ def test_a_summary_without_what_is_shown_of_it_is_named(tmp_path: Path) -> None:
 def test_credentials_come_from_the_job_and_all_else_from_the_run(tmp_path: Path) -> None:
     ran = kept(tmp_path)
     today = load_job({**BASE, "cache": {"root": "s3://other", "storage_options": {"secret": "hidden"}}})
-    found = with_credentials(ran, today)
+    found = job_of_run(ran.run_dir, today)
     assert found.cache.root == "s3://bucket/cache"
     assert found.cache.storage_options == {"secret": "hidden"}
 
@@ -148,3 +160,9 @@ def test_arguments_of_a_function_that_makes_a_source_are_not_written(tmp_path: P
     assert "hidden" not in (tmp_path / FILE).read_text()
     with pytest.raises(ConfigError, match=r"names code that would run \(source\.ray\)"):
         job_of_run(tmp_path)
+    today = {**BASE, "source": {"ray": "rows:read", "args": {"password": "new"}}}
+    assert job_of_run(tmp_path, load_job(today)).source.args == {"password": "new"}, (
+        "the user's file names it"
+    )
+    with pytest.raises(ConfigError, match="names code"):
+        job_of_run(tmp_path, load_job({**today, "source": {"ray": "rows:other"}}))
