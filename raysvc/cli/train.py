@@ -141,7 +141,7 @@ def _lowest(found: Mapping[str, Any]) -> str:
 
 
 def _left_out(found: Mapping[str, Any]) -> str:
-    """Rows of the source that were not trained, or not whole, with the reason of most of them."""
+    """Rows of the source that were not trained, or not whole, and why; of those that are not in the entry the reason of most."""
     if not found:
         return "not known yet: the build goes on"
     dropped, quarantined = sum(found["dropped"].values()), sum(found["quarantined"].values())
@@ -153,4 +153,5 @@ def _left_out(found: Mapping[str, Any]) -> str:
         said.append(f"{quarantined:,} quarantined ({found['example']})")
     if found["truncated"]:
         said.append(f"{found['truncated']:,} truncated")
+    said += [f"{count:,} {why}" for why, count in found.get("untrained", {}).items()]
     return ", ".join(said) or "no row of the source"

@@ -18,14 +18,14 @@ from raysvc.builds.job_plan import report_of, untrained_rows
 from raysvc.cache.key import rows_key
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
-from raysvc.errors import StateMismatch
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.job.objectives.units import UNITS
 from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
-from raysvc.row_ids import parse, split
+from raysvc.row_ids import split
 from raysvc.trackers.tracker import without_secrets
+from raysvc.training.left_out import steps_of_rows
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, identity_in
 from raysvc.training.run_job import given_fields
@@ -92,7 +92,7 @@ def gather(job: JobConfig, entry: CacheEntry, command: str = "raysvc show") -> F
     other = _other_rows(folder, entry)
     losses = {} if other else _losses(job, len(steps))
     seen = seen_rows(entry, rows, lengths, losses)
-    trained = {} if other else _steps_of_rows(folder)
+    trained = {} if other else steps_of_rows(folder)
     has_end = not any(one.listings for one in entry.entries)
     return Facts(
         title=f"{job.server.name}: {folder.path.name}" if steps else job.server.name,
@@ -177,34 +177,13 @@ def _losses(job: JobConfig, steps: int) -> dict[int, float]:
     return dict(zip(found.row_ids[told].tolist(), (sums[told] / targets[told]).tolist(), strict=True))
 
 
-def _steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
-    """Row -> the steps that trained it.
-
-    Raises:
-        StateMismatch: the row log is not what was written.
-    """
-    found: dict[int, list[int]] = {}
-    try:
-        for line in folder.lines(folder.rows):
-            for row in line["row_ids"]:
-                found.setdefault(parse(row), []).append(int(line["step"]))
-    except StateMismatch:  # a ValueError, which says itself what to do
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"holds what no run writes ({error})"
-        raise StateMismatch(
-            str(folder.rows), what, "restore it, or remove it: steps of rows are then not told"
-        ) from error
-    return found
-
-
 def _untrained(
     job: JobConfig, entry: CacheEntry, seen: SeenRows, trained: Mapping[int, Any], folder: RunFolder
 ) -> dict[int, str]:
     """Row that is listed -> why no step trains it, or that none of a run that is over has."""
     found = untrained_rows(job, entry, seen.row_ids, seen.lengths)
     if trained and folder.summary() is not None:
-        found = {**dict.fromkeys(seen.row_ids.tolist(), "in no step of this run"), **found}
+        found = {**dict.fromkeys(seen.row_ids.tolist(), "not reached by this run"), **found}
     return {row: why for row, why in found.items() if row not in trained}
 
 

@@ -229,8 +229,15 @@ def _headline(facts: Facts) -> str:
     cells = [
         f"<div class='card'><strong>{value}</strong>{escape(said)}</div>" for said, value in told.items()
     ]
-    lines = "".join(f"<p>{escape(line)}</p>" for line in _of_evals(summary))
+    lines = "".join(f"<p>{escape(line)}</p>" for line in (*_of_untrained(summary), *_of_evals(summary)))
     return f"<div class='big'>{''.join(cells)}</div>{lines}"
+
+
+def _of_untrained(summary: Mapping[str, Any]) -> Iterable[str]:
+    """Says which rows of the entry no step trained."""
+    if untrained := summary.get("left_out", {}).get("untrained"):
+        told = ", ".join(f"{count:,} {why}" for why, count in untrained.items())
+        yield f"Rows of the entry that were not trained: {told}."
 
 
 def _of_evals(summary: Mapping[str, Any]) -> Iterable[str]:

@@ -205,31 +205,10 @@ def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     return {prefix + name: float(value) for name, value in found.items() if value is not None}
 
 
-def left_out(entry: CacheEntry) -> dict[str, Any]:
-    """Returns which rows of the source are not in the entry, or not whole; empty while a build is going on.
-
-    Returns:
-        `dropped` and `quarantined`: reason -> rows; `truncated`: rows; `example`: the first quarantined row, or None.
-    """
-    report = entry.report
-    if "row_counts" not in report:
-        return {}
-    counts, examples = report["row_counts"], report["examples"]
-    example = None
-    if examples:
-        why = "; ".join(filter(None, (examples[0]["reason"], examples[0]["detail"])))
-        example = f"row {examples[0]['source_row']}: {why}"
-    return {
-        "dropped": dict(counts["dropped"]),
-        "quarantined": dict(counts["quarantined"]),
-        "truncated": counts.get("rows_truncated", 0),
-        "example": example,
-    }
-
-
 def write_summary(
     folder: RunFolder,
     entry: CacheEntry,
+    left_out: Mapping[str, Any],
     steps: int,
     resumed_from: int | None,
     loop_s: float,
@@ -242,6 +221,7 @@ def write_summary(
     """Returns what a run says at its end, also to its trackers.
 
     Args:
+        left_out: rows that were not trained, as `raysvc.training.left_out` finds them.
         finished: it has trained all its steps, or its evals stopped it.
         decisions: of its evals.
 
@@ -270,7 +250,7 @@ def write_summary(
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
         **decisions.to_summary(),
         "cache": entry.facts,
-        "left_out": left_out(entry),
+        "left_out": dict(left_out),
         "resumed_from": resumed_from,
         "model": str(folder.model) if finished and folder.model.exists() else None,
     }

@@ -29,6 +29,7 @@ from raysvc.trackers.tracker import tracked_run
 from raysvc.training.adapting import MixtureAdapter
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import best_checkpoint, export, from_checkpoint, tokenizer_beside, write_model
+from raysvc.training.left_out import left_out
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, check_scaling, vision_of, warn_of_scaling
@@ -36,7 +37,7 @@ from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of, unit_o
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
-from raysvc.training.run_log import RunLog, left_out, write_summary
+from raysvc.training.run_log import RunLog, write_summary
 from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
@@ -97,11 +98,14 @@ def run_job(
             shutil.rmtree(folder.model, ignore_errors=True)  # of an end before this one
             export(job, folder.model)
         if told is None:  # it was killed, or asked to stop, before it wrote another
-            return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0, decisions=decisions)
+            left = left_out(job, entry, folder)
+            return write_summary(
+                folder, entry, left, checkpoint.step, checkpoint.step, 0.0, decisions=decisions
+            )
         return {
             **told,
             "cache": entry.facts,
-            "left_out": left_out(entry),
+            "left_out": left_out(job, entry, folder),
             "resumed_from": checkpoint.step,
         }
 
@@ -274,6 +278,7 @@ class _Run:
         return write_summary(
             self.folder,
             self.entry,
+            left_out(self.job, self.entry, self.folder),
             client.next_step,
             resumed,
             loop_s,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysvc.cli.train import show_summary
-from raysvc.training.run_log import left_out
 
 SUMMARY: dict[str, Any] = {
     "steps": 25,
@@ -81,26 +79,13 @@ def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
     assert "model" not in told
     nothing = {"dropped": {}, "quarantined": {}, "truncated": 0, "example": None}
     assert lines(capsys, left_out=nothing)["left out"] == "no row of the source"
+    some = {**nothing, "untrained": {"held out for the eval held": 4, "not reached": 1200}}
+    assert lines(capsys, left_out=some)["left out"] == "4 held out for the eval held, 1,200 not reached"
 
 
 def test_a_machine_gets_the_summary_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     show_summary("runs/a", SUMMARY, True)
     assert json.loads(capsys.readouterr().out) == SUMMARY
-
-
-def test_what_an_entry_left_out_comes_from_its_report() -> None:
-    report = {
-        "row_counts": {"dropped": {"too long": 2}, "quarantined": {"x": 1}, "rows_truncated": 5},
-        "examples": [{"source_row": 4, "reason": "x", "detail": ""}],
-    }
-    found = left_out(SimpleNamespace(report=report))  # type: ignore[arg-type]
-    assert found == {
-        "dropped": {"too long": 2},
-        "quarantined": {"x": 1},
-        "truncated": 5,
-        "example": "row 4: x",
-    }
-    assert left_out(SimpleNamespace(report={})) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,11 @@ from raysvc.job.job_file import load_job
 from raysvc.ragged import offsets_of
 from raysvc.report.browse import BrowsedRows, browse
 from raysvc.report.browsed_rows import _pieces, browsed_rows, held_cells, kept_tokens, seen_rows
-from raysvc.report.facts import Facts, _losses, _steps_of_rows, gather
+from raysvc.report.facts import Facts, _losses, gather
 from raysvc.report.page import render
 from raysvc.report.rows_page import render_rows
 from raysvc.row_ids import source_base
+from raysvc.training.left_out import steps_of_rows
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, claim
 from tests.inspect.pages import BROWSER, PIECES, browse_page, facts, listed, table_of, tokens_of
@@ -424,7 +425,7 @@ def test_a_damaged_row_log_is_named_once_with_one_remedy(tmp_path: Path) -> None
     with pytest.raises(
         StateMismatch, match=r"^\S*rows\.jsonl: has a damaged line 1; restore the file, [^;]*$"
     ):
-        _steps_of_rows(folder)
+        steps_of_rows(folder)
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])

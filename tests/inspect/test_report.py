@@ -49,6 +49,7 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
         "steps": 8, "rows": 64, "tokens_trained": 15770, "loss_first": 6.2, "loss_last": 2.858, "loss_best": 2.795, "loss_best_step": 6,
         "tokens_per_s": 1413.4, "stall_fraction": 0.0018, "evals": {"held": {"loss": 2.84514, "rows": 64}}, "best": best,
         "stopped_early": {**best, "without": 3, "patience": 3},
+        "left_out": {"untrained": {"held out for the eval held": 12, "not reached": 1200}},
     }  # fmt: skip
     page = render(replace(facts(), summary=summary))
     headings = re.findall(r"<h2>([^<]*)", page)
@@ -57,6 +58,7 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
     for said in (
         "<strong>2.795</strong>loss best (step 6)", "<strong>1,413</strong>trained tokens/s", "Eval held: loss 2.845 on 64 rows",
         "The best model is that of 32 steps: eval held had loss 2.795.", "Stopped early, after 3 evals of held without progress.",
+        "not trained: 12 held out for the eval held, 1,200 not reached.",
     ):  # fmt: skip
         assert said in page, said
     assert "<strong>1,000</strong>trained tokens/s, last 8 steps" in page

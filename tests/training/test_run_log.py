@@ -106,7 +106,7 @@ def test_what_a_loss_says_of_itself_is_written_and_reported_with_its_unit(tmp_pa
     assert (line["rewards/accuracies"], line["max_reward"], line["pairs"]) == (expected, 7.0, 8)
     assert (told[0]["rewards/accuracies"], told[0]["max_reward"]) == (expected, 7.0)
     entry: Any = SimpleNamespace(facts={}, report={}, entries=())
-    assert write_summary(RunFolder(tmp_path), entry, 1, None, 1.0)["pairs"] == 8
+    assert write_summary(RunFolder(tmp_path), entry, {}, 1, None, 1.0)["pairs"] == 8
 
 
 def test_a_trainer_that_wakes_after_its_successor_came_logs_and_reports_nothing(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_trainer_that_wakes_after_its_successor_came_logs_and_reports_nothing(
                     1, [{"eval": "a", "loss": 1.0, "bits_per_byte": 1.0, "eval_s": 1.0, "rows": 1}]
                 ),
                 lambda: books.checkpoint(1, tmp_path),
-                lambda: write_summary(sleeper, CacheEntry(()), 1, None, 1.0, reporter=reporter),
+                lambda: write_summary(sleeper, CacheEntry(()), {}, 1, None, 1.0, reporter=reporter),
             ):
                 with pytest.raises(FolderLost):
                     change()

@@ -1,0 +1,79 @@
+"""Finds what of a source a run did not train, and why: rows that are not in the entry, or not whole, and rows in no step.
+
+Always true:
+- every row of the entry that the run's row log does not name is counted once, under one reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.builds.job_plan import untrained_rows
+from raysvc.errors import StateMismatch
+from raysvc.row_ids import parse
+
+if TYPE_CHECKING:
+    from raysvc.builds.cache_entry import CacheEntry
+    from raysvc.job.config import JobConfig
+    from raysvc.training.run_folder import RunFolder
+
+
+def left_out(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, Any]:
+    """Returns which rows of the source are not in the entry, or not whole, or in no step; empty while a build is going on.
+
+    Returns:
+        `dropped`, `quarantined` and `untrained`: reason -> rows; `truncated`: rows; `example`: the first quarantined row, or None.
+
+    Raises:
+        StateMismatch: the row log is not what was written.
+    """
+    report = entry.report
+    if "row_counts" not in report:
+        return {}
+    counts, examples = report["row_counts"], report["examples"]
+    example = None
+    if examples:
+        why = "; ".join(filter(None, (examples[0]["reason"], examples[0]["detail"])))
+        example = f"row {examples[0]['source_row']}: {why}"
+    return {
+        "dropped": dict(counts["dropped"]),
+        "quarantined": dict(counts["quarantined"]),
+        "truncated": counts.get("rows_truncated", 0),
+        "untrained": _untrained(job, entry, folder),
+        "example": example,
+    }
+
+
+def steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
+    """Row -> the steps that trained it.
+
+    Raises:
+        StateMismatch: the row log is not what was written.
+    """
+    found: dict[int, list[int]] = {}
+    try:
+        for line in folder.lines(folder.rows):
+            for row in line["row_ids"]:
+                found.setdefault(parse(row), []).append(int(line["step"]))
+    except StateMismatch:  # a ValueError, which says itself what to do
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"holds what no run writes ({error})"
+        raise StateMismatch(
+            str(folder.rows), what, "restore it, or remove it: steps of rows are then not told"
+        ) from error
+    return found
+
+
+def _untrained(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, int]:
+    """Reason -> rows of the entry that the run has not trained."""
+    rows, lengths = entry.row_ids(), entry.rows.lengths()
+    trained = np.fromiter(steps_of_rows(folder), np.int64)
+    other = ~np.isin(rows, trained)
+    reasons = Counter(untrained_rows(job, entry, rows[other], lengths[other]).values())
+    if rest := int(other.sum()) - reasons.total():
+        reasons["not reached"] = rest
+    return dict(reasons)
