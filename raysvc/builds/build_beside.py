@@ -30,7 +30,7 @@ from raysvc.builds.mixed_job import jobs_of
 from raysvc.builds.places import beside
 from raysvc.cache.store.open import default_root
 from raysvc.errors import RaysvcError
-from raysvc.evals.held_rows import held_share
+from raysvc.evals.held_rows import held_out
 from raysvc.job.config import JobConfig
 from raysvc.plan.entry_plan import sampled_slices
 from raysvc.plan.sliced.window_order import is_windowed
@@ -102,8 +102,8 @@ def windowed_sources(job: JobConfig) -> list[bool]:
 def known_at_the_end(job: JobConfig) -> str:
     """Says why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan needs what is known only at the end; ""
     where it does not."""
-    if (held := held_share(job)) is not None:
-        return f"evals.{held.name}.share needs the prompts of all rows"
+    if (held := held_out(job)) is not None:
+        return f"{held.where} needs the prompts of all rows"
     return ""
 
 

@@ -22,7 +22,7 @@ from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
-from raysvc.evals.held_rows import evaluated_rows, held_counts, held_share, trained_rows
+from raysvc.evals.held_rows import evaluated_rows, held_counts, held_out, trained_rows
 from raysvc.job.config import RowsConfig
 from raysvc.job.objectives.units import UNITS
 from raysvc.plan.cost import CostModel
@@ -73,7 +73,7 @@ def untrained_rows(job: JobConfig, entry: CacheEntry, rows: Int64s, lengths: Int
         rows: int64 [N], ids of rows of the entry.
         lengths: int32 [N], their tokens.
     """
-    chosen, share = job.plan.rows or RowsConfig(), held_share(job)
+    chosen, held = job.plan.rows or RowsConfig(), held_out(job)
     reasons: list[tuple[str, npt.NDArray[np.bool_]]] = []
     plan = plan_of(job, entry)
     if (
@@ -89,9 +89,9 @@ def untrained_rows(job: JobConfig, entry: CacheEntry, rows: Int64s, lengths: Int
     if chosen.include is not None:
         reasons.append(("not in plan.rows", ~np.isin(rows, np.array(chosen.include, np.int64))))
     reasons.append(("excluded by plan.rows", np.isin(rows, np.array(chosen.exclude, np.int64))))
-    if share is not None:
+    if held is not None:
         reasons.append(
-            (f"held out for the eval {share.name}", np.isin(rows, evaluated_rows(job, entry.entries)))
+            (f"held out for the eval {held.name}", np.isin(rows, evaluated_rows(job, entry.entries)))
         )
     return {int(rows[at]): why for why, there in reasons for at in np.flatnonzero(there)}
 

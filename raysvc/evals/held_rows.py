@@ -1,21 +1,28 @@
-"""Finds the rows of a job that are held out: evaluated (`evals.NAME.share`), and never trained.
+"""Finds the rows of a job that are held out: evaluated (`evals.NAME.share`, `evals.NAME.rows`), and never trained.
 
-1. A group's key is the sha256 of its prompt: the token ids, as little-endian int32, of its first row before the first token
-   under loss. Where that is at most one token, as in plain text, or no token is under loss, it is all ids of that row.
-2. A group is held out if the first eight bytes of the key, as a big-endian integer, are below share * 2^64.
+1. A group's number is the first eight bytes, as a big-endian integer, of the sha256 of its prompt: the token ids, as little-endian
+   int32, of its first row before the first token under loss. Where that is at most one token, as in plain text, or no token is under
+   loss, it is all ids of that row.
+2. share: a group is held out if its number is below share * 2^64.
+3. rows: of the groups of each source in their order, those whose number is below 2^64 / `ONE_IN` are held out until they have so many
+   rows; so is every group with the number of one of them, wherever it stands.
+
+A number of rows cannot stay the same while a source grows by a rule that sees no order: of two sources without a common row each
+would keep its own, and both together twice as many. So `rows` takes what comes first, which appended rows do not change.
 
 Axes: N rows, G groups.
 Always true:
 - the rows of a group, and groups of one prompt, are on one side, in whatever source of a mixture;
-- the side follows from prompt and share alone: a source may grow, shrink or change its order;
-- a larger share holds out all that a smaller one does.
+- share: the side follows from the prompt alone: a source may grow, shrink or change its order;
+- rows: prompts that are held out stay the same, no more and no fewer, however many rows are appended to the sources;
+- a larger share, and more rows, hold out all that a smaller one does.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +41,28 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
 
 Bools = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.uint64]
 KEPT = 32  # answers of one process
-_answers: dict[tuple[str, float], Bools] = {}
+ONE_IN = 4  # groups from the beginning of a source are held out, where rows are counted: a few in a row would be too alike
+_answers: dict[tuple[HeldOut, tuple[str, ...]], list[Bools]] = {}
 
 
-class HeldShare(NamedTuple):
-    """The eval of a job whose rows are held out of its own sources."""
+class HeldOut(NamedTuple):
+    """The eval of a job whose rows are held out of its own sources.
+
+    Attributes:
+        key: that says how many.
+        size: a share of all groups, or a number of rows of each source.
+    """
 
     name: str
-    share: float
+    key: Literal["share", "rows"]
+    size: float
+
+    @property
+    def where(self) -> str:
+        """The key of the job."""
+        return f"evals.{self.name}.{self.key}"
 
 
 class HeldCounts(NamedTuple):
@@ -52,20 +72,19 @@ class HeldCounts(NamedTuple):
     groups: int
 
 
-def held_share(job: JobConfig) -> HeldShare | None:
+def held_out(job: JobConfig) -> HeldOut | None:
     """The eval that holds rows out; None: no eval does."""
-    found = ((name, each.share) for name, each in job.evals.items())
-    return next((HeldShare(name, share) for name, share in found if share is not None), None)
+    return next((HeldOut(name, *each.held) for name, each in job.evals.items() if each.held), None)
 
 
 def trained_rows(job: JobConfig, entries: Sequence[Entry]) -> RowsConfig | None:
     """`plan.rows` of the training rows: those of the job, without what is held out.
 
     Raises:
-        PlanError: the share holds out nothing, or all of a source.
+        PlanError: nothing is held out, or all of a source.
     """
     rows = job.plan.rows
-    if held_share(job) is None:
+    if held_out(job) is None:
         return rows
     rows = rows or RowsConfig()
     return RowsConfig(include=rows.include, exclude=(*rows.exclude, *_held_ids(job, entries).tolist()))
@@ -82,47 +101,79 @@ def evaluated_rows(job: JobConfig, entries: Sequence[Entry]) -> tuple[int, ...]:
         found = np.intersect1d(found, np.array(rows.include, np.int64))
     found = np.setdiff1d(found, np.array(rows.exclude, np.int64))
     if not len(found):
-        raise _wrong(job, "holds out none of the rows of plan.rows", "give a larger share")
+        raise _wrong(job, "holds out none of the rows of plan.rows", more=True)
     return tuple(found.tolist())
 
 
 def held_counts(job: JobConfig, entries: Sequence[Entry]) -> HeldCounts:
     """Rows and groups that are held out, of all of the job's."""
-    share = held_share(job)
-    if share is None:
+    held = held_out(job)
+    if held is None:
         return HeldCounts(0, 0)
-    masks = [held_mask(one, share.share) for one in entries]
+    masks = held_masks(held, entries)
     bounds = [group_bounds(one) for one in entries]
     groups = [mask if ends is None else mask[ends[:-1]] for mask, ends in zip(masks, bounds, strict=True)]
     return HeldCounts(sum(int(one.sum()) for one in masks), sum(int(one.sum()) for one in groups))
 
 
-def held_mask(entry: Entry, share: float) -> Bools:
-    """bool [N], whether each row of an entry is held out; reads the token ids of all rows, once in a process."""
-    known = (rows_key(entry.key, entry.recipe), share)
+def held_masks(held: HeldOut, entries: Sequence[Entry]) -> list[Bools]:
+    """bool [N] of each entry, whether each of its rows is held out; reads the token ids of all rows, once in a process.
+
+    Raises:
+        PlanError: a source does not have so many rows to hold out.
+    """
+    known = (held, tuple(rows_key(one.key, one.recipe) for one in entries))
     if known not in _answers:
         if len(_answers) >= KEPT:
             _answers.clear()
-        bounds = group_bounds(entry)
-        firsts = np.arange(entry.num_rows) if bounds is None else bounds[:-1]
-        limit = int(share * 2**64)
-        held = [int.from_bytes(key[:8], "big") < limit for key in _keys(entry.base or entry, firsts)]
-        sizes = 1 if bounds is None else np.diff(bounds)
-        _answers[known] = np.repeat(np.array(held, bool), sizes)
+        bounds = [group_bounds(one) for one in entries]
+        firsts = [
+            np.arange(one.num_rows) if ends is None else ends[:-1]
+            for one, ends in zip(entries, bounds, strict=True)
+        ]
+        sizes = [
+            np.ones(len(first), np.int64) if ends is None else np.diff(ends)
+            for first, ends in zip(firsts, bounds, strict=True)
+        ]
+        numbers = [
+            np.fromiter(_numbers(one.base or one, first), np.uint64, len(first))
+            for one, first in zip(entries, firsts, strict=True)
+        ]
+        if held.key == "share":
+            sides = [one < np.uint64(int(held.size * 2**64)) for one in numbers]
+        else:
+            chosen = _first_rows(held, numbers, sizes)
+            sides = [np.isin(one, chosen) for one in numbers]
+        _answers[known] = [np.repeat(side, size) for side, size in zip(sides, sizes, strict=True)]
     return _answers[known]
 
 
+def _first_rows(held: HeldOut, numbers: Sequence[Numbers], sizes: Sequence[Int64s]) -> Numbers:
+    """Numbers of the groups that have the first rows of each source."""
+    candidates = [np.flatnonzero(one < np.uint64(2**64 // ONE_IN)) for one in numbers]
+    rows = [np.cumsum(size[some]) for size, some in zip(sizes, candidates, strict=True)]
+    most = [int(one[-1]) if len(one) else 0 for one in rows]
+    if min(most) < held.size:
+        number = int(np.argmin(most))
+        of = f" of source {number}" if len(most) > 1 else ""
+        what = f"{held.size:,} rows cannot be held out{of}: one prompt in {ONE_IN} may be, and these have {most[number]:,} rows"
+        raise PlanError(held.where, what, f"give at most {most[number]:,}, or a share in place of rows")
+    stops = [int(np.searchsorted(one, held.size)) + 1 for one in rows]
+    return np.unique(
+        np.concatenate([one[some[:stop]] for one, some, stop in zip(numbers, candidates, stops, strict=True)])
+    )
+
+
 def _held_ids(job: JobConfig, entries: Sequence[Entry]) -> Int64s:
-    share = held_share(job)
-    assert share is not None, "asked of a job that holds rows out"
-    masks = [held_mask(one, share.share) for one in entries]
+    held = held_out(job)
+    assert held is not None, "asked of a job that holds rows out"
+    masks = held_masks(held, entries)
     for number, mask in enumerate(masks):
         if mask.all():
             of = f" of source {number}" if len(masks) > 1 else ""
-            raise _wrong(job, f"{share.share:g} leaves no row{of} to train", "give a smaller share")
+            raise _wrong(job, f"{held.size:g} leaves no row{of} to train", more=False)
     if not any(mask.any() for mask in masks):
-        what = f"{share.share:g} holds out none of {sum(map(len, masks)):,} rows"
-        raise _wrong(job, what, "give a larger share")
+        raise _wrong(job, f"{held.size:g} holds out none of {sum(map(len, masks)):,} rows", more=True)
     ids = [
         one.row_ids()[mask] + source_base(number)
         for number, (one, mask) in enumerate(zip(entries, masks, strict=True))
@@ -130,18 +181,24 @@ def _held_ids(job: JobConfig, entries: Sequence[Entry]) -> Int64s:
     return np.concatenate(ids)
 
 
-def _wrong(job: JobConfig, what: str, remedy: str) -> PlanError:
-    share = held_share(job)
-    return PlanError(f"evals.{share.name if share else ''}.share", what, remedy)
+def _wrong(job: JobConfig, what: str, *, more: bool) -> PlanError:
+    held = held_out(job)
+    assert held is not None, "asked of a job that holds rows out"
+    remedy = (
+        f"give a {'larger' if more else 'smaller'} share"
+        if held.key == "share"
+        else f"give {'more' if more else 'fewer'} rows"
+    )
+    return PlanError(held.where, what, remedy)
 
 
-def _keys(entry: Entry, firsts: Int64s) -> Iterator[bytes]:
-    """The key of each group, by its first row."""
+def _numbers(entry: Entry, firsts: Int64s) -> Iterator[int]:
+    """The number of each group, by its first row."""
     start = done = 0
     for table in entry.part_tables():
         stop = int(np.searchsorted(firsts, start + table.num_rows))
         for prompt in _prompts(table, firsts[done:stop] - start):
-            yield hashlib.sha256(prompt.tobytes()).digest()
+            yield int.from_bytes(hashlib.sha256(prompt.tobytes()).digest()[:8], "big")
         done, start = stop, start + table.num_rows
 
 

@@ -171,13 +171,14 @@ class JobConfig(Section):
 
     def _refuse_followed(self) -> None:
         """Refuse what a source without an end cannot have."""
-        if len(shares := [name for name, each in self.evals.items() if each.share is not None]) > 1:
+        held = [(name, f"evals.{name}.{each.held[0]}") for name, each in self.evals.items() if each.held]
+        if len(held) > 1:
             raise ValueError(
-                f"evals.{shares[1]}.share: evals.{shares[0]} holds out a share already; give one eval a share"
+                f"{held[1][1]}: evals.{held[0][0]} holds out rows already; give one eval rows of the job's own"
             )
-        if shares and any(each.follow for each in self._sources):
+        if held and any(each.follow for each in self._sources):
             raise ValueError(
-                f"evals.{shares[0]}.share: is of all rows of the sources, and one that is followed has no end; give the eval a source"
+                f"{held[0][1]}: is of all rows of the sources, and one that is followed has no end; give the eval a source"
             )
         evals = {name: each.source for name, each in self.evals.items() if each.source is not None}
         if followed := [name for name, each in evals.items() if each.follow]:
@@ -264,8 +265,8 @@ class JobConfig(Section):
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }
-        if shares := [each.share for each in self.evals.values() if each.share is not None]:
-            decides["held"] = shares[0]
+        if held := [each.held[1] for each in self.evals.values() if each.held]:
+            decides["held"] = held[0]  # a share is below 1, and a number of rows is not
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -23,17 +23,27 @@ class EvalConfig(Section):
         lt=1,
         description="Share of the job's own groups that is held out by a hash of the prompt, and never trained; see docs/workers.md.",
     )
+    rows: PositiveInt | None = Field(
+        default=None, description="In place of share: rows of each source of the job."
+    )
     batch_size: PositiveInt | None = Field(
         default=None, description="Groups per step; default plan.batch_size."
     )
 
     @model_validator(mode="after")
-    def _source_or_share(self) -> EvalConfig:
-        if (self.source is None) == (self.share is None):
+    def _one_of_three(self) -> EvalConfig:
+        if [self.source, self.share, self.rows].count(None) != 2:
             raise ValueError(
-                "needs rows; give a source, or a share of the job's own rows to hold out, and not both"
+                "needs rows; give one of source, share and rows: the last two hold out rows of the job's own"
             )
         return self
+
+    @property
+    def held(self) -> tuple[Literal["share", "rows"], float] | None:
+        """The key that says how much of the job's own rows is held out, and its value; None: the eval has a source."""
+        if self.rows is not None:
+            return "rows", self.rows
+        return None if self.share is None else ("share", self.share)
 
 
 class KeepBest(Section):

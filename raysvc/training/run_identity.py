@@ -23,7 +23,7 @@ from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.open import open_store
 from raysvc.errors import StateMismatch
-from raysvc.evals.held_rows import held_share
+from raysvc.evals.held_rows import held_out
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -45,8 +45,8 @@ def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
     adapts = {} if adapt is None else {"mixture.adapt": adapt.model_dump()}
     stop = job.trainer.stop_after
     stops = {} if stop is None else {STOP: stop.model_dump()}
-    share = held_share(job)
-    held = {} if share is None else {f"evals.{share.name}.share": share.share}
+    held_there = held_out(job)
+    held = {} if held_there is None else {held_there.where: held_there.size}
     decides = {**plan, EPOCHS: job.plan.epochs, **trainer, **adapts, **stops, **held}
     identity: dict[str, Any] = json.loads(json.dumps(decides))
     return identity

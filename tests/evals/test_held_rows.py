@@ -18,8 +18,9 @@ from raysvc.api import serve_spec
 from raysvc.builds.build_beside import known_at_the_end
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.job_plan import plan_of, report_of, untrained_rows
+from raysvc.cache.entry import Entry
 from raysvc.errors import PlanError
-from raysvc.evals.held_rows import evaluated_rows, held_mask
+from raysvc.evals.held_rows import ONE_IN, HeldOut, evaluated_rows, held_masks
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.training.run_identity import identity_of
@@ -58,6 +59,10 @@ def job_of(folder: Path, sample: dict[str, str], source: dict[str, Any], **more:
         "evals": {"held": {"share": SHARE}},
     }
     return load_job({**given, **more})
+
+
+def held_mask(entry: Entry, share: float) -> Any:
+    return held_masks(HeldOut("held", "share", share), [entry])[0]
 
 
 def trained_ids(job: JobConfig, entry: CacheEntry) -> list[int]:
@@ -268,13 +273,16 @@ def test_a_share_that_splits_nothing_is_refused_by_name(
 @pytest.mark.parametrize(
     ("evals", "more", "told"),
     [
-        ({"a": {}}, {}, "needs rows; give a source, or a share"),
-        ({"a": {"share": 0.1, "source": {"path": "x"}}}, {}, "and not both"),
+        ({"a": {}}, {}, "needs rows; give one of source, share and rows"),
+        ({"a": {"share": 0.1, "source": {"path": "x"}}}, {}, "give one of"),
+        ({"a": {"share": 0.1, "rows": 5}}, {}, "give one of"),
+        ({"a": {"rows": 0}}, {}, "greater than or equal to 1"),
+        ({"a": {"rows": 5}, "b": {"share": 0.2}}, {}, r"evals\.b\.share: evals\.a holds out rows already"),
         ({"a": {"share": 1.0}}, {}, "less than 1"),
         (
             {"a": {"share": 0.1}, "b": {"share": 0.2}},
             {},
-            r"evals\.b\.share: evals\.a holds out a share already",
+            r"evals\.b\.share: evals\.a holds out rows already",
         ),
         (
             {"a": {"share": 0.1}},
@@ -286,6 +294,83 @@ def test_a_share_that_splits_nothing_is_refused_by_name(
 def test_what_no_share_can_be_of_is_refused(evals: dict[str, Any], more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         JobConfig.model_validate({"source": {"path": "x"}, "tokenizer": "t", "evals": evals, **more})
+
+
+def chosen_by_hand(entry: Entry, rows: int) -> list[bool]:
+    """The rule of `rows` in plain Python, for rows that are groups."""
+    held: set[int] = set()
+    count, numbers = 0, []
+    for table in entry.part_tables():
+        for row in table.select(["input_ids", "loss_mask"]).to_pylist():
+            prompt = row["input_ids"][: row["loss_mask"].index(1)]
+            digest = hashlib.sha256(struct.pack(f"<{len(prompt)}i", *prompt)).hexdigest()
+            numbers.append(int(digest[:16], 16))
+    for number in numbers:
+        if count < rows and number < 2**64 / ONE_IN:
+            held.add(number)
+            count += 1
+    return [number in held for number in numbers]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_number_of_rows_is_held_out_of_a_source_that_grows_and_no_row_changes_its_side(
+    tmp_path: Path, sample: dict[str, str], seed: int
+) -> None:
+    """Rows that are appended have prompts of earlier rows too."""
+    draw = np.random.default_rng(seed)
+    rows = [chat(number) for number in draw.integers(0, 100, 300).tolist()]
+    for number, row in enumerate(rows):
+        row["messages"][0]["content"] += f" Of {number % 3}?"
+    before: dict[int, bool] = {}
+    for size in (120, 121, 190, 300):
+        source = write(tmp_path / f"{size}.jsonl", rows[:size])
+        job = job_of(tmp_path, sample, source, evals={"held": {"rows": 12}})
+        entry = raysvc.tokenize(job)
+        evaluated = set(evaluated_rows(job, entry.entries))
+        sides = {row: row in evaluated for row in range(size)}
+        assert sides.items() >= before.items()
+        assert list(sides.values()) == chosen_by_hand(entry.entries[0], 12)
+        asked = [
+            {rows[row]["messages"][0]["content"] for row in side}
+            for side in (evaluated, trained_ids(job, entry))
+        ]
+        assert not asked[0] & asked[1]
+        assert len(evaluated) >= 12
+        assert identity_of(job, entry)["evals.held.rows"] == 12
+        before = sides
+
+
+def test_rows_are_held_out_of_each_source_and_of_whole_pairs(tmp_path: Path, sample: dict[str, str]) -> None:
+    sources = {
+        name: {"source": write(tmp_path / f"{name}.jsonl", [*map(pair, some)]), "epochs": 1}
+        for name, some in {"a": range(40), "b": range(20, 40)}.items()
+    }
+    job = load_job(
+        mixture={"sources": sources},
+        tokenizer=sample["tokenizer"],
+        cache={"root": str(tmp_path / "cache")},
+        plan={"batch_size": 8},
+        evals={"held": {"rows": 3}},
+    )
+    entry = raysvc.tokenize(job)
+    first, second = held_masks(HeldOut("held", "rows", 3), entry.entries)
+    assert first[::2].tolist() == first[1::2].tolist(), "the rows of a pair are on one side"
+    assert first[40:].tolist() == second.tolist(), "a prompt is on one side in both sources"
+    assert min(first.sum(), second.sum()) >= 4, "two pairs of each"
+    report = report_of(job, entry)
+    assert report.held_rows == first.sum() + second.sum() == 2 * report.held_groups
+
+
+def test_more_rows_than_a_source_can_hold_out_are_refused_with_a_number_that_works(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    source = write(tmp_path / "a.jsonl", [*map(chat, range(40))])
+    job = job_of(tmp_path, sample, source, evals={"held": {"rows": 500}})
+    with pytest.raises(PlanError, match=r"^evals\.held\.rows: 500 rows cannot be held out") as refused:
+        plan_of(job, raysvc.tokenize(job))
+    most = int(refused.value.remedy.split()[3].rstrip(","))
+    job = job_of(tmp_path, sample, source, evals={"held": {"rows": most}})
+    assert len(evaluated_rows(job, raysvc.tokenize(job).entries)) == most
 
 
 def test_a_share_waits_for_all_rows_and_another_share_is_another_run(

@@ -34,7 +34,7 @@ def test_every_key_on_the_right_is_one_of_a_job_and_none_on_the_left_is() -> Non
         ({"early_stopping_patience": 3}, "unknown key; write trainer.stop_after.patience ({eval: NAME, patience: 3})"),
         ({"lora_r": 8}, "lora_r: unknown key; the built-in trainer trains all weights; TRL with PEFT trains an entry: raysvc init --trainer trl"),
         ({"trainer": {"lora": True}}, "trainer.lora: unknown key; the built-in trainer trains all weights"),
-        ({"evals": {"held": {"rows": 50}}}, "evals.held.rows: unknown key; known are source, share, batch_size"),
+        ({"evals": {"held": {"folds": 50}}}, "evals.held.folds: unknown key; known are source, share, rows, batch_size"),
         ({"batch_size": 8}, "batch_size: unknown key; write plan.batch_size"),
         ({"trainer": {"batch_size": 8}}, "trainer.batch_size: unknown key; write plan.batch_size"),
         ({"plan": {"packing": "best_fit", "sample_packing": True}}, "plan.sample_packing: unknown key; write plan.layout (packed)"),
