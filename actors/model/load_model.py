@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGE_VOCABULARY = 1 << 16
+WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of their files
 MEDIA_MODELS = (  # `model_type` of those whose gradient on shards was compared with their own: tests/media/test_vision_gradients.py
     "idefics3",
     "internvl",
@@ -63,9 +64,7 @@ def load_lm(
     if vision is not None:
         return tiny_vision_model(tiny_sizes(vocab_size), vision)
     folder = Path(name).expanduser()
-    if folder.is_absolute() and not folder.is_dir():
-        what = f"there is no folder {name} on {platform.node()}"
-        raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
+    check_folder(folder, name, where)
     check_digests(folder)
     with no_collection():
         from transformers import AutoModelForTokenClassification
@@ -82,6 +81,17 @@ def load_lm(
         raise _not_loaded(where, name, error) from error
     _check_all_there(model, found["missing_keys"], critic, where, name)
     return model
+
+
+def check_folder(folder: Path, name: str, where: str) -> None:
+    """Refuse the name of a folder that is not on this node.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if (folder.is_absolute() or name.startswith(".")) and not folder.is_dir():
+        what = f"there is no folder {name} on {platform.node()}"
+        raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
 
 
 def _check_all_there(model: Any, missing: Iterable[str], critic: bool, where: str, name: str) -> None:
@@ -133,6 +143,11 @@ def _bad_file(folder: Path) -> str:
         except (OSError, SafetensorError) as error:
             return f"{path.name}: {error}"
     return ""
+
+
+def has_weights(name: str) -> bool:
+    """Returns whether a folder holds files of weights."""
+    return any(path.suffix in WEIGHTS for path in Path(name).expanduser().iterdir())
 
 
 def num_weights(name: str) -> int | None:

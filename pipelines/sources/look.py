@@ -17,6 +17,7 @@ from raysvc.job.config import SourceConfig
 from raysvc.pipelines.sources.dataset import DatasetSource, saved_folder
 from raysvc.pipelines.sources.file_source import FileSource
 from raysvc.pipelines.sources.followed import FollowedSource
+from raysvc.pipelines.sources.listing import find_files
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source
 from raysvc.redact import redacted
@@ -48,13 +49,29 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
     folder = saved_folder(config)
     if folder is not None:
         return DatasetSource(config.model_copy(update={"path": (), "dataset": folder}), slice_bytes, memo)
+    _refuse_part(config)
+    return FileSource(config, slice_bytes, memo)
+
+
+def check_files(config: SourceConfig) -> None:
+    """List the files of a source, and read none; a dataset is not looked at, nor what is followed.
+
+    Raises:
+        SourceError: there are none, or a part of a dataset is asked of them.
+    """
+    elsewhere = config.ray is not None or config.dataset is not None
+    if not (elsewhere or config.follow or saved_folder(config)):
+        _refuse_part(config)
+        find_files(config)
+
+
+def _refuse_part(config: SourceConfig) -> None:
     for name in ("subset", "revision", "split"):
         if getattr(config, name) is not None:
             what = f"names a part of a dataset, and {redacted(config.path[0])} is read whole"
             raise SourceError(
                 f"source.{name}", what, "leave it out, or write the rows to a file of their own"
             )
-    return FileSource(config, slice_bytes, memo)
 
 
 BUILDERS = ("json", "parquet")

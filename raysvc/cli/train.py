@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from raysvc.job.objectives.units import count_of
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
+    from raysvc.progress import Tick
 
 Headroom = Annotated[
     int | None,
@@ -53,15 +55,22 @@ def train(
         return
     try:
         with View() as view:
-            where, run = f" --address {address}" if address else "", shlex.quote(job.run_dir)
-            view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}")
-            view.say(f"look at it, also while it runs: raysvc report {run}; raysvc show {run} --step 0")
-            result = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
+            watched = partial(_show, view, job.run_dir, address)
+            result = run_job(job, address=address, progress=watched, should_stop=asked_to_stop)
     except WorkerFailed as error:
         again = shlex.join(["raysvc", *sys.argv[1:]])
         raise WorkerFailed(error.rank, error.call, error.cause, again) from error
     show_summary(job.run_dir, result.metrics, as_json)
     say_if_stopped(result.global_step)
+
+
+def _show(view: View, run_dir: str, address: str | None, tick: Tick) -> None:
+    """Show a tick; when the run begins, how to look at it too."""
+    view(tick)
+    if tick.phase == "start" and tick.final:
+        where, run = f" --address {address}" if address else "", shlex.quote(run_dir)
+        view.say(f"watch it: raysvc top{where}; as a page: raysvc top --web{where}")
+        view.say(f"look at it, also while it runs: raysvc report {run}; raysvc show {run} --step 0")
 
 
 def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """The rows of a job's evals.
 
 Always true:
+- files that are not there, of the job and of its evals, are found before anything starts;
 - a mistake in an eval is told under its own key (`evals.NAME.source…`);
 - what is wrong with the source of an eval is found before any row of the job is tokenized, but that of a Ray Dataset;
 - rows of an eval have the columns that the job's objective needs, from the model that gives them to the training rows.
@@ -61,6 +62,25 @@ def keys_of_evals(job: JobConfig) -> dict[str, str]:
         UserMistake: as `raysvc.tokenize`.
     """
     return {name: _eval_entry(job, name).key for name, its in job.evals.items() if its.source is not None}
+
+
+def check_all_files(job: JobConfig) -> None:
+    """Look whether the files of a job and of its evals are there; none is read.
+
+    Raises:
+        SourceError: some are not, or a part of a dataset is asked of them.
+    """
+    from raysvc.builds.mixed_job import jobs_of
+    from raysvc.chat.row_counts import errors_of
+    from raysvc.pipelines.sources.look import check_files
+
+    for name, its in jobs_of(job).items():
+        with errors_of(name):
+            check_files(its.source)
+    for name, each in job.evals.items():
+        if each.source is not None:
+            with keys_under(f"evals.{name}"):
+                check_files(each.source)
 
 
 def check_evals(job: JobConfig) -> None:

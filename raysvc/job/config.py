@@ -276,6 +276,14 @@ def held_beside(job: JobConfig) -> list[dict[str, float]]:
     return server + [{"CPU": 1.0}] * job.server.collators
 
 
+def idle_ranks(job: JobConfig) -> int:
+    """Ranks that have no row in any mini-batch, as far as that is known before the rows."""
+    plan = job.plan
+    if job.train_on == "each_assistant_turn" or plan.layout == "stream":
+        return 0  # a group is several rows, or a row several lines
+    return max(0, job.trainer.dp_size - (plan.mini_batch_size or plan.batch_size))
+
+
 def cpus_held(job: JobConfig) -> float:
     """CPUs that a job's server, collators and workers hold at the same time."""
     beside = sum(each["CPU"] for each in held_beside(job))

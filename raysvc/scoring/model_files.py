@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc import hub
-from raysvc.actors.model.load_model import read_config, tiny_sizes
+from raysvc.actors.model.load_model import WEIGHTS, read_config, tiny_sizes
 from raysvc.cache.key import canonical_json
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.local.mmap import map_file
@@ -28,7 +28,6 @@ from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
 from raysvc.pipelines.sources.scan_memo import Memo
 
 THREADS = 4
-WEIGHTS = (".safetensors", ".bin", ".pt")
 CONFIGS = ("config.json", "adapter_config.json")
 RECORD_VERSION = 1
 HUB_BYTES = 1 << 34  # a guess, where the hub was asked for the configuration alone

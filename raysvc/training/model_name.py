@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysvc import hub
-from raysvc.actors.model.load_model import check_media_model, read_config
+from raysvc.actors.model.load_model import check_folder, check_media_model, has_weights, read_config
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.actors.model.tiny_vision import TinyVision
@@ -23,16 +24,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def check_model(name: str) -> None:
-    """Refuse a hub name or a relative folder that is no model; absolute folders may be of the workers' nodes alone.
+def check_model(name: str, *, alone: bool = False) -> None:
+    """Refuse a hub name or a folder that is no model; absolute folders may be of the workers' nodes alone.
+
+    Args:
+        alone: the workers run on this machine alone.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    if name in ("tiny", TINY_VISION) or os.path.isabs(os.path.expanduser(name)):
+    folder = Path(name).expanduser()
+    if name in ("tiny", TINY_VISION) or (folder.is_absolute() and not alone):
         return
-    with hub.answering():
+    check_folder(folder, name, "trainer.model")
+    with nullcontext() if folder.is_dir() else hub.answering():
         read_config(name)
+    if folder.is_dir() and not has_weights(name):
+        what = f"{name} holds no weights"
+        raise ConfigError("trainer.model", what, "give a folder that save_pretrained wrote, or tiny")
 
 
 def check_layout(job: JobConfig, ray_there: Future[str] | None) -> None:
@@ -131,7 +140,7 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
 
 def _check_media(name: str) -> None:
     """See `check_media_model`; of a folder that only the workers see, the first step says it."""
-    folder = os.path.expanduser(name)
-    if os.path.isdir(folder) or not os.path.isabs(folder):
+    folder = Path(name).expanduser()
+    if folder.is_dir() or not folder.is_absolute():
         with hub.answering():
             check_media_model(read_config(name).model_type)

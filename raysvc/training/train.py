@@ -22,7 +22,8 @@ from typing import Any
 from raysvc.cache.store.open import absolute
 from raysvc.cluster import starting, starts_own
 from raysvc.errors import CheckpointDamaged, ConfigError
-from raysvc.job.config import JobConfig, cpus_held
+from raysvc.evals.eval_entries import check_all_files
+from raysvc.job.config import JobConfig, cpus_held, idle_ranks
 from raysvc.job.job_file import load_job
 from raysvc.nodes.job_nodes import ready_to_train
 from raysvc.progress import Progress, silent
@@ -93,8 +94,10 @@ def train(
             checkpoint = folder.newest()
             complete = checkpoint is not None and is_over(checkpoint.state, job)
             if not complete and ray_there is None:
-                check_model(job.trainer.model)
                 joins = not starts_own(address)
+                check_all_files(job)
+                check_model(job.trainer.model, alone=not joins)
+                _warn_of_idle_ranks(job)
                 if may_lack_entries(job):
                     check_layout(job, None)  # before a row is read; all other jobs ask while Ray starts
                     _look_at_rows(job, address, progress)
@@ -154,6 +157,16 @@ def _check_cpus(job: JobConfig, address: str | None) -> None:
         what = f"{ranks} ranks and the server hold {held:g} CPUs, and this machine has {cpus}"
         remedy = "give fewer, or a lower trainer.cpus_per_worker, or a cluster: --address HOST:PORT"
         raise ConfigError("trainer.dp_size", what, remedy)
+
+
+def _warn_of_idle_ranks(job: JobConfig) -> None:
+    if idle := idle_ranks(job):
+        size = "plan.mini_batch_size" if job.plan.mini_batch_size else "plan.batch_size"
+        rows = job.plan.mini_batch_size or job.plan.batch_size
+        what = (
+            "of trainer.dp_size = %d ranks %d would train nothing: %s is %d; give fewer ranks, or more rows"
+        )
+        log.warning(what, job.trainer.dp_size, idle, size, rows)
 
 
 def _check_columns(job: JobConfig) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from raysvc.cli.train import show_summary
+from raysvc.cli.train import _show, show_summary
+from raysvc.cli.view import View
+from raysvc.progress import Tick
 
 SUMMARY: dict[str, Any] = {
     "steps": 25,
@@ -97,3 +99,21 @@ def test_a_damaged_summary_is_named(damage: dict[str, Any], capsys: pytest.Captu
         del found["tokens_per_s"]
     show_summary("runs/a", found, False)
     assert capsys.readouterr().out.splitlines()[1].startswith("summary: runs/a/summary.json is damaged")
+
+
+def test_how_to_look_at_a_run_is_said_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    ticks = [
+        Tick("start", 0, None, "", waiting="starting Ray"),
+        Tick("start", 0, None, "", {"cluster": "a:1"}, final=True),
+        Tick("train", 1, 2, "steps"),
+    ]
+    with View() as view:
+        for tick in ticks:
+            _show(view, "runs/a", "a:1", tick)
+    assert capsys.readouterr().err.splitlines() == [
+        "[start] (starting Ray)",
+        "[start] cluster=a:1 done",
+        "watch it: raysvc top --address a:1; as a page: raysvc top --web --address a:1",
+        "look at it, also while it runs: raysvc report runs/a; raysvc show runs/a --step 0",
+        "[train] 1/2 steps",
+    ]

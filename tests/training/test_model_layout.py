@@ -245,6 +245,8 @@ def test_a_configuration_that_transformers_refuses_is_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"trainer\.model: 'model' cannot be loaded \(.*{word}"):
         check_model("model")
+    with pytest.raises(ConfigError, match=rf"cannot be loaded \(.*{word}"):
+        check_model(str(tmp_path / "model"), alone=True)
     with pytest.raises(ConfigError, match=rf"cannot be loaded \(.*{word}"):  # in a worker
         load_lm(str(tmp_path / "model"), 64)
     for layout in ("packed", "padded_right"):  # an absolute folder may be of the workers' nodes alone
