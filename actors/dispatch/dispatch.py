@@ -133,7 +133,7 @@ class WorkerDispatch:
         """
         return self._row_values(name, "evaluate", data)
 
-    def evaluate_loss_async(self, name: str, data: Mini, loss_weight: float = 1.0) -> Pending[Metrics]:
+    def evaluate_loss_async(self, name: str, data: MiniBatch, loss_weight: float = 1.0) -> Pending[Metrics]:
         """Starts an evaluation by the loss that the workers train with: as `forward_backward`, without a gradient."""
         return self._metrics(name, "evaluate_loss", self._stage(name, data, None, loss_weight))
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.results import Metrics
     from raysvc.client.batch_client import BatchClient, Step
     from raysvc.client.evals import EvalStream
-    from raysvc.client.steps import Mini
+    from raysvc.client.steps import MiniBatch
     from raysvc.collate.row_values import RowValues
     from raysvc.job.config import JobConfig, Reduction
 
@@ -60,11 +60,11 @@ class EvalSums:
     text_bytes: int = 0
     text_nll: float = 0.0
 
-    def ask(self, dispatch: WorkerDispatch, group: str, mini: Mini) -> Pending[Any]:
+    def ask(self, dispatch: WorkerDispatch, group: str, mini: MiniBatch) -> Pending[Any]:
         """Ask a group for what `plus` takes."""
         return dispatch.evaluate_async(group, mini)
 
-    def plus(self, values: RowValues, mini: Mini) -> EvalSums:
+    def plus(self, values: RowValues, mini: MiniBatch) -> EvalSums:
         """Returns the sums with the rows of one mini-batch added."""
         rows = values.rows
         return EvalSums(
@@ -103,11 +103,11 @@ class EvalMeans:
     counts: Denominators = NO_ROWS
     means: Mapping[str, float] = field(default_factory=dict)
 
-    def ask(self, dispatch: WorkerDispatch, group: str, mini: Mini) -> Pending[Any]:
+    def ask(self, dispatch: WorkerDispatch, group: str, mini: MiniBatch) -> Pending[Any]:
         """Ask a group for what `plus` takes."""
         return dispatch.evaluate_loss_async(group, mini, float(self._count(mini)))
 
-    def plus(self, metrics: Metrics, mini: Mini) -> EvalMeans:
+    def plus(self, metrics: Metrics, mini: MiniBatch) -> EvalMeans:
         """Returns the means with one mini-batch more; its metrics are sums, and so counts are exact."""
         from raysvc.actors.worker.results import extreme_of, step_metrics
 
@@ -126,7 +126,7 @@ class EvalMeans:
         means = {name: float(f"{value:.{DIGITS}g}") for name, value in self.means.items() if there}
         return {"rows": self.counts.rows, **units, "targets": self.counts.tokens, "loss": None, **means}
 
-    def _count(self, mini: Mini) -> int:
+    def _count(self, mini: MiniBatch) -> int:
         assert mini.info is not None, "a mini-batch that has not arrived has no counts"
         return mean_count(mini.info.denominators, self.mean)
 
@@ -209,7 +209,7 @@ def evaluate(
 ) -> EvalSums | EvalMeans:
     """The figures of all rows of one eval."""
     done = 0
-    asked: deque[tuple[Mini, Pending[Any]]] = deque()
+    asked: deque[tuple[MiniBatch, Pending[Any]]] = deque()
 
     def add() -> None:
         nonlocal figures, done

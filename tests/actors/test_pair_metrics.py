@@ -23,7 +23,7 @@ from .ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from .test_pair_losses import BETA, LOSSES, PLANS, model_of, pairs, shards_of, some
 
 if TYPE_CHECKING:
-    from raysvc.client.steps import Mini
+    from raysvc.client.steps import MiniBatch
 
 PAIRS = 4
 INTERNAL = {"row_loss", "row_count", "loss"}
@@ -266,7 +266,7 @@ def check_evals(ranks_told: list[list[Told]], shards: list[Any], loss: Any, what
     means = EvalMeans("group_mean", "pairs")
     for step, told in enumerate(zip(*ranks_told, strict=True)):
         info = SimpleNamespace(denominators=shards[step][0].denominators)
-        means = means.plus(reduce_metrics(told), cast("Mini", SimpleNamespace(info=info)))
+        means = means.plus(reduce_metrics(told), cast("MiniBatch", SimpleNamespace(info=info)))
     rows, said = pairs(), means.to_json()
     formula = {type_of(each): formula for each, formula in LOSSES}.get(type_of(loss))
     if formula is None:
