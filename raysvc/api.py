@@ -87,7 +87,7 @@ def enrich(
 ) -> CacheEntry:
     """Compute the columns of a job's section `enrich`, or find them; tokenizes first when needed.
 
-    An objective that needs a reference (dpo, ipo, kto) wants `ref_logprobs` by itself. A job that wants no columns gets
+    An objective that needs a reference (dpo, ipo, kto) wants `ref_logprobs` by itself, also of its evals. A job that wants no columns gets
     its entry as it is.
 
     Args:
@@ -100,6 +100,7 @@ def enrich(
         UserMistake: what `tokenize` raises, or a model that cannot score the rows.
     """
     from raysvc.builds.find_or_build import find_or_build
+    from raysvc.evals.eval_entries import score_evals
     from raysvc.scoring.before_rows import check_before_rows
     from raysvc.scoring.job_columns import refuse_followed, with_columns
 
@@ -108,7 +109,9 @@ def enrich(
     refuse_followed(job, what, "run raysvc train or raysvc serve with trainer.device: cpu")
     before = partial(check_before_rows, address=address, progress=progress)
     entry = find_or_build(job, address, progress, before=before)
-    return with_columns(job, entry, address, progress)
+    entry = with_columns(job, entry, address, progress)
+    score_evals(job, address, progress)
+    return entry
 
 
 def serve(

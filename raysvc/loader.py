@@ -203,12 +203,16 @@ class Loader:
 
         Raises:
             ServerError: the job has no eval of that name.
+            ConfigError: its rows lack columns that nobody has computed.
         """
         from raysvc.api import serve_spec
+        from raysvc.evals.eval_entries import job_of_eval, needed_columns
 
         if name not in self.job.evals:
             there = ", ".join(sorted(self.job.evals)) or "none"
             raise ServerError(f"eval {name!r}", "the job has no such eval", f"it has: {there}")
+        if self.job.evals[name].source is not None and needed_columns(self.job):
+            _entry_of(job_of_eval(self.job, name), None, silent)  # nothing is computed here
         stream = streams_of(
             serve_spec(self.job, self.entry, evals=(name,)).model_copy(update={"journal": ""})
         )[name]

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
+_scored: dict[
+    str, CacheEntry
+] = {}  # job of an eval that finds nothing in the cache -> what it made in this process
+
 
 def _eval_entry(
     job: JobConfig, name: str, address: str | None = None, progress: Progress = silent
@@ -35,9 +39,11 @@ def _eval_entry(
     from raysvc.builds.find_or_build import find_or_build
 
     its = job_of_eval(job, name)
+    if (known := _scored.get(its.model_dump_json())) is not None:
+        return known
     with keys_under(f"evals.{name}"):
         entry = find_or_build(its, address, progress)
-        return with_columns(its, entry, address, progress) if _needed(job) else entry
+        return with_columns(its, entry, address, progress) if needed_columns(job) else entry
 
 
 def score_evals(job: JobConfig, address: str | None, progress: Progress) -> None:
@@ -47,11 +53,16 @@ def score_evals(job: JobConfig, address: str | None, progress: Progress) -> None
         UserMistake: as `raysvc.enrich`.
     """
     for name, its in job.evals.items():
-        if its.source is not None and _needed(job):
-            _eval_entry(job, name, address, progress)
+        if its.source is not None and needed_columns(job):
+            key = job_of_eval(job, name).model_dump_json()
+            _scored.pop(key, None)
+            entry = _eval_entry(job, name, address, progress)
+            if job.cache.force or not job.cache.enabled:
+                _scored[key] = entry
 
 
-def _needed(job: JobConfig) -> set[str]:
+def needed_columns(job: JobConfig) -> set[str]:
+    """Columns that the job's objective needs of rows of training and of an eval."""
     return set(NEEDS.get(job.trainer.objective, ()))
 
 
@@ -101,7 +112,7 @@ def check_evals(job: JobConfig) -> None:
                 plan = plan_build(job_of_eval(job, name), store)
             _check_format(job, name, str(plan.recipe["format"]))
             carried = {column for its in jobs_of(job).values() for column in its.source.carry}
-            if lacks := sorted(carried & _needed(job) - each.source.carry.keys()):
+            if lacks := sorted(carried & needed_columns(job) - each.source.carry.keys()):
                 what = f"lacks {lacks[0]}, which the rows of training carry and trainer.objective {job.trainer.objective} needs"
                 raise ConfigError(f"evals.{name}.source.carry", what, "carry it there too")
 
@@ -138,5 +149,5 @@ def eval_spec(job: JobConfig, name: str, entry: CacheEntry) -> EvalSpec:
         sources=tuple(SourceSpec(uri=one.uri) for one in entries),
         rows=evaluated_rows(job, entries) if held else None,
         batch_size=its.batch_size or job.plan.batch_size,
-        without=tuple(sorted(added_columns(entry) - _needed(job))),
+        without=tuple(sorted(added_columns(entry) - needed_columns(job))),
     )

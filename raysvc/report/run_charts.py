@@ -24,6 +24,7 @@ OF_PAIRS = {
     "Rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins", "margin"),
     "Log-probabilities": ("logps/chosen", "logps/rejected"),
 }
+OF_EVALS = ("rewards/accuracies", "accuracy", "rewards/margins", "margin")  # all of them would hide the lines
 
 
 def run_charts(steps: Sequence[Line], evals: Sequence[Line]) -> list[Chart]:
@@ -63,7 +64,7 @@ def _named(title: str, steps: Sequence[Line], evals: Sequence[Line], names: Sequ
     there = [name for name in names if any(name in line for line in steps)]
     shown = {name: name.rpartition("/")[2] for name in there}
     values = {shown[name]: [line.get(name) for line in steps] for name in there}
-    dots = [eval_points(evals, name, f" {shown[name]}") for name in there]
+    dots = [eval_points(evals, name, f" {shown[name]}") for name in there if name in OF_EVALS]
     chart = Chart(title, "step", [line["step"] for line in steps], values)
     return with_dots(chart, {name: points for one in dots for name, points in one.items()})
 

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysvc.client.meter import ROLE
 from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError
 from raysvc.evals.eval_decisions import NOTHING_DECIDED, EvalDecisions
 from raysvc.job.objectives.units import UNITS, count_of
+from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
 from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
@@ -29,7 +31,7 @@ from raysvc.training.step_log import NOTHING, StepLog
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
     from raysvc.builds.cache_entry import CacheEntry
-    from raysvc.client.batch_client import Step
+    from raysvc.client.batch_client import BatchClient, Step
     from raysvc.job.config import Reduction
 
 
@@ -272,3 +274,31 @@ def _end_metrics(lines: Sequence[Mapping[str, Any]], start: int, loop_s: float) 
         "train_steps_per_second": len(ours) / runtime_s,
         "train_samples_per_second": sum(line["rows"] for line in ours) / runtime_s,
     }
+
+
+def observe_step(
+    entry_uri: str,
+    client: BatchClient,
+    step: Step,
+    results: Sequence[Sequence[MiniResult]],
+    stall_s: float,
+) -> StepTimes:
+    """Record a step that all ranks have finished; returns what its stall verdict is made from.
+
+    Args:
+        entry_uri: where parts are read from.
+        results: results[rank][mini].
+        stall_s: nothing was computed because data was late.
+    """
+    server = client.lease.name
+    for rank in results:
+        record("stage_seconds", sum(mini.wait_s for mini in rank), server=server, role=ROLE)
+        record("h2d_seconds", sum(mini.copy_s for mini in rank), server=server, role=ROLE)
+        record("shard_bytes", sum(mini.nbytes for mini in rank), server=server, role=ROLE)
+    copy_s = max((sum(mini.copy_s for mini in rank) for rank in results), default=0.0)
+    # seconds of the server, where the step says them
+    read_s, collate_s = step.read_s, step.collate_s
+    scheme = entry_uri.partition("://")[0] if "://" in entry_uri else "file"
+    times = StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme, build_s=step.build_s)
+    client.meter.stalled(times)
+    return times

@@ -37,8 +37,7 @@ from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of, unit_o
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
-from raysvc.training.run_log import RunLog, write_summary
-from raysvc.training.step_metrics import observe_step
+from raysvc.training.run_log import RunLog, observe_step, write_summary
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import RunningStep, WorkerGroup

@@ -307,9 +307,10 @@ def test_an_eval_says_the_loss_and_metrics_of_the_objective_whatever_its_batches
 @pytest.mark.slow
 def test_an_eval_says_the_same_on_several_ranks(ranks: Ranks) -> None:
     for loss in PAIRED_LOSSES:
-        for dp_size in (2, 3):
+        for dp_size, strategy in ((2, "fsdp"), (3, "ddp")):
             shards = [list(shards_of(pairs(), "packed", dp_size, 2, step)) for step in range(BATCHES)]
-            told = ranks.run(spec_of(loss), evaluated, [(list(mine),) for mine in zip(*shards, strict=True)])
+            spec = spec_of(loss, strategy=strategy)
+            told = ranks.run(spec, evaluated, [(list(mine),) for mine in zip(*shards, strict=True)])
             check_evals(told, shards, loss, f"{dp_size} ranks")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import raysvc
 from raysvc.api import entry_or_build, serve_spec
 from raysvc.errors import ConfigError, QuarantineExceeded, SourceError, UserMistake, keys_under
 from raysvc.evals.eval_entries import _eval_entry, check_evals
@@ -93,6 +94,33 @@ def test_rows_of_an_eval_have_the_reference_that_the_rows_of_training_have(
     spec = serve_spec(job, entry).evals["held"]
     assert "ref_logprobs" not in spec.without
     assert spec.sources[0].uri == held.uri
+
+
+@pytest.mark.parametrize("cache", [{"force": True}, {"enabled": False}])
+def test_rows_of_an_eval_are_scored_once_also_where_the_cache_is_not_trusted(
+    tmp_path: Path, sample: dict[str, str], cache: dict[str, Any]
+) -> None:
+    job = pair_job(tmp_path, sample, [PAIR], cache={"root": str(tmp_path / "cache"), **cache})
+    made = []
+    for _ in range(2):
+        entry, _ = entry_or_build(job, None, silent)
+        uris = {_eval_entry(job, "held").uri, serve_spec(job, entry).evals["held"].sources[0].uri}
+        assert len(uris) == 1, "workers may hold the devices by now"
+        made.append(uris.pop())
+    assert made[0] != made[1]
+
+
+def test_a_loader_computes_no_column_of_an_eval_and_enrich_does(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = pair_job(tmp_path, sample, [PAIR])
+    raysvc.enrich(job.model_copy(update={"evals": {}}))
+    loader = raysvc.load(job)
+    with pytest.raises(ConfigError, match="wants ref_logprobs, which a model computes"):
+        loader.eval("held")
+    raysvc.enrich(job)
+    (micro,) = loader.eval("held")
+    assert "ref_logprobs" in micro.tensors
 
 
 def test_rows_of_an_eval_that_cannot_be_verified_are_told_as_its_own(

@@ -215,10 +215,18 @@ def test_a_run_of_pairs_has_charts_of_accuracies_rewards_and_log_probabilities()
     assert charts["Rewards"] == {"chosen": [1.0, None], "rejected": [-1.0, None], "margins": [2.0, None]}
     assert charts["Log-probabilities"] == {"chosen": [-7.0, None]}
     assert "Rewards" not in {chart.title for chart in run_charts(STEPS, [])}
-    held = {"step": 1, "eval": "held", "loss": 0.7, "rewards/accuracies": 0.25}
+    held = {
+        "step": 1,
+        "eval": "held",
+        "loss": 0.7,
+        "rewards/accuracies": 0.25,
+        "rewards/margins": 0.1,
+        "logps/chosen": -9,
+    }
     charts = {chart.title: chart.series for chart in run_charts(steps, [held])}
     assert charts["Loss"]["eval held"] == [None, 0.7]
     assert charts["Share of pairs whose chosen reward is higher"]["eval held accuracies"] == [None, 0.25]
+    assert charts["Rewards"]["eval held margins"] == [None, 0.1]
     assert charts["Log-probabilities"] == {"chosen": [-7.0, None]}
 
 

@@ -89,7 +89,7 @@ def test_a_run_of_pairs_or_steps_learns_to_tell_them_apart(
         server={"name": f"pairs-{objective}", "num_cpus": 0},
         evals={"same": {"source": {"path": str(tmp_path / "rows.jsonl")}, "batch_size": 3}},
     )  # fmt: skip
-    summary = train(job)
+    summary = train(job).metrics
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] / 2

@@ -1,1 +1,1 @@
-"""What the objectives of a trainer measure, and what they count."""
+"""Says what the objectives of a trainer measure, and what they count."""
