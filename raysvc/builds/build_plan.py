@@ -49,6 +49,19 @@ class BuildPlan:
     processor: MediaProcessor | None = None
 
 
+def source_of(job: JobConfig, store: Store) -> Source:
+    """Look at the source of a job of one source; what was found out about files before lies in the store.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    from raysvc.pipelines.sources.look import look_at
+
+    memo = Memo(store) if job.cache.enabled and not job.cache.force else None
+    slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
+    return look_at(job.source, slice_bytes, memo)
+
+
 def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     """Look at the source and load the tokenizer.
 
@@ -60,11 +73,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
         SourceError: no rows, or not the columns that the format needs.
         TokenizerError: it cannot be used for this format.
     """
-    from raysvc.pipelines.sources.look import look_at
-
-    memo = Memo(store) if job.cache.enabled and not job.cache.force else None
-    slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
-    source = look_at(job.source, slice_bytes, memo)
+    source = source_of(job, store)
     row = _first_row(job, source)
     processor = processor_of(job, row)
     if processor is not None:

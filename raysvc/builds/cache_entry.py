@@ -143,7 +143,7 @@ class CacheEntry:
         Raises:
             EntryError: a field is missing or of a wrong type.
         """
-        return Report(joined_report(self.entries), self.uri)
+        return Report(joined_report(self.entries, self.sources), self.uri)
 
     def table(self) -> pa.Table:
         """All rows, memory-mapped."""

@@ -78,8 +78,12 @@ class Report(dict[str, Any]):
         raise EntryError(self._where, f"its report has no {name}", REBUILD)
 
 
-def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
-    """Returns what the builders of some entries of one tokenizer reported, added up; where one grows, what is known before it ends."""
+def joined_report(entries: Sequence[Entry], names: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Returns what the builders of some entries of one tokenizer reported, added up; where one grows, what is known before it ends.
+
+    Args:
+        names: of the sources of a mixture, which quarantined rows are told by.
+    """
     from raysvc.builds.build_report import percentiles
 
     reports = [one.report for one in entries]
@@ -89,7 +93,12 @@ def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
         known = {name: value for name, value in reports[0].items() if all(name in one for one in reports)}
         return {**known, **_known_before(reports)}
     lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
-    return {**_added(reports), "length_percentiles": lengths}
+    examples = [
+        {**example, **({"dataset": names[number]} if names else {})}
+        for number, one in enumerate(reports)
+        for example in one["examples"]
+    ]
+    return {**_added(reports), "examples": examples, "length_percentiles": lengths}
 
 
 def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,7 +110,6 @@ def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **reports[0],
         "row_counts": row_counts.to_json(),
-        "examples": [example for one in reports for example in one["examples"]],
         "verification": {
             "rows_compared_with_the_reference": sum(
                 verification["rows_compared_with_the_reference"] for verification in verifications

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from raysvc.cli.common import emit
@@ -54,6 +53,8 @@ def _place(job: JobConfig, wanted: str) -> tuple[JobConfig, int]:
 
 
 def _print_left_out(wanted: str, again: RowAgain, reason: str) -> None:
+    from raysvc.inspect.source_texts import source_text
+
     became = "is dropped" if reason in again.result.row_counts.dropped else "is quarantined"
     detail = "".join(f": {one.detail}" for one in again.result.examples if one.detail)
     print(printable(f"── source row {wanted} {became}: {reason}{detail}"))
@@ -63,8 +64,8 @@ def _print_left_out(wanted: str, again: RowAgain, reason: str) -> None:
         )
         for one in again.texts:
             print(printable(_marked(one.text, [(start, end) for start, end, _ in one.spans])))
-    elif again.row.data is not None:
-        print(printable(json.dumps(again.row.data, ensure_ascii=False, default=str)))
+    else:
+        print(printable(source_text(again.row)))
 
 
 def _print_written(wanted: str, again: RowAgain) -> None:

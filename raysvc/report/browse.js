@@ -20,8 +20,8 @@ window.browsed = (async () => {
     one.append(...inside);
     return one;
   };
-  // text as [tags, text]; tags stand one in the other
-  const mark = ([tags, text]) => tags.split(" ").reduceRight((inside, tag) => make(tag, inside), text);
+  // what stands in tags that stand one in the other
+  const mark = ([tags, ...inside]) => tags.split(" ").reduceRight((inner, tag) => [make(tag, ...inner)], inside)[0];
   const framed = (name, ...inside) => Object.assign(make("div", ...inside), { className: name });
   let end = 0;
   const rows = table.id.map((id, at) => ({
@@ -62,7 +62,7 @@ window.browsed = (async () => {
   };
   const tags = (at) => [...(hit(at) ? ["b"] : []), ...(table.special[numbers[at]] ? ["i"] : [])].join(" ") || "span";
   const runs = (row) => {
-    if (row.why) return [["span", `${row.why}\n${row.detail}`]];
+    if (row.why) return [["span", row.text]];
     const found = [];
     const gap = row.kept < row.tokens ? row.first + Math.ceil(row.kept / 2) : -1;
     for (let at = row.first, from = at; at < row.end; from = at) {
@@ -74,10 +74,10 @@ window.browsed = (async () => {
   };
   const facts = (row) =>
     row.why
-      ? ["quarantined"]
+      ? [`quarantined: ${[row.why, row.detail].filter(Boolean).join(", ")}`]
       : [row.role, `${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`, row.untrained && "not trained"].filter(Boolean);
   const begin = (row) =>
-    row.why || runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
+    row.why ? row.text : runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
   // characters with which all of some texts begin, a system message as a rule
   const shared = ([first = "", ...others]) => {
     let size = 0;
@@ -91,7 +91,7 @@ window.browsed = (async () => {
     if (row.kept || row.why) parts.push(framed("row", ...runs(row).map(mark)));
     if (row.kept) {
       const ids = make("details", make("summary", "Tokens and ids"));
-      const token = (at) => make(hit(at) ? "b" : "span", make("code", joined(at, at + 1)), String(table.ids[numbers[at]]));
+      const token = (at) => mark([tags(at), make("code", joined(at, at + 1)), String(table.ids[numbers[at]])]);
       const shown = () => ids.append(framed("ids", ...Array.from({ length: row.kept }, (_, place) => token(row.first + place))));
       ids.addEventListener("toggle", shown, { once: true });
       parts.push(ids);
@@ -101,6 +101,7 @@ window.browsed = (async () => {
   const drawn = (row, text) => {
     const one = make("details", make("summary", ...[row.id, ...facts(row)].map((fact) => make("span", fact)), make("q", text.slice(0, 120))));
     one.addEventListener("toggle", () => one.append(...opened(row)), { once: true });
+    if (row.why) one.className = "aside";
     if (row.role) one.className = row.second ? "second" : "first";
     return one;
   };
@@ -125,7 +126,7 @@ window.browsed = (async () => {
   source.hidden = source.options.length < 3;
   const texts = new Map(); // of rows, in small letters, once somebody searches
   const text = (row) => {
-    if (!texts.has(row)) texts.set(row, (row.why ? `${row.why}\n${row.detail}` : joined(row.first, row.end)).toLowerCase());
+    if (!texts.has(row)) texts.set(row, (row.why ? `${row.why}\n${row.detail}\n${row.text}` : joined(row.first, row.end)).toLowerCase());
     return texts.get(row);
   };
   const all = (why) => (why === "*" ? Object.values(table.quarantined).reduce((sum, one) => sum + one, 0) : why ? table.quarantined[why] : table.rows);

@@ -33,11 +33,12 @@ STYLE = """
 .browse{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin-bottom:8px}.browse[hidden],.browse [hidden]{display:none}
 .browse input,.browse select,#more{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:4px 8px;max-width:100%}
 #rows>details{border-bottom:1px solid var(--line)}#rows summary{cursor:pointer;padding:5px 0;overflow:hidden;white-space:nowrap;text-overflow:ellipsis}
-#rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}
+#rows summary span{display:inline-block;min-width:84px;padding-right:10px;font-variant-numeric:tabular-nums}#rows summary q{quotes:none;color:var(--soft)}#rows .aside>summary{white-space:normal}
 @media(max-width:640px){#rows summary q{display:block;overflow:hidden;text-overflow:ellipsis}}
 #rows>.first{border-bottom:0}#rows>.second{border-left:3px solid var(--line);padding-left:10px}
 #rows .row{max-height:60vh;padding:4px 0 12px}.row i{font-style:normal;color:var(--hue)}#rows p{margin:0 0 4px;overflow-wrap:anywhere}
 .ids{display:flex;flex-wrap:wrap;gap:4px;font-size:11px;max-height:40vh;overflow:auto;margin-bottom:12px}
+.ids i{font-style:normal;color:var(--hue)}
 .ids>*{border:1px solid var(--line);border-radius:3px;padding:0 3px;font-weight:400}.ids>b{color:var(--on);background:var(--onb)}.ids code{white-space:pre-wrap;display:block}
 """
 
@@ -89,7 +90,7 @@ def browse(
     Args:
         rows: of the entry, all or some.
         counts: of the entry, which say how many rows were quarantined.
-        set_aside: quarantined rows: where they are, reason and detail.
+        set_aside: quarantined rows: where they are, reason, detail and what their source has of them.
         command: that shows a row, without the row.
     """
     listed, num_rows, told = len(rows.row_ids), rows.num_rows, int(np.count_nonzero(rows.kept))
@@ -167,7 +168,8 @@ def _packed(data: bytes) -> str:
 def _aside(one: Mapping[str, Any], of_some: bool) -> dict[str, Any]:
     source = str(one.get("dataset") or "")
     shown = f"{source}:{one['source_row']}" if of_some and source else str(one["source_row"])
-    return {"source": source, "why": one["reason"], "detail": one["detail"], "shown": shown}
+    told = {"why": one["reason"], "detail": one["detail"], "text": one.get("text", "")}
+    return {"source": source, "shown": shown, **told}
 
 
 def text_html(row: RowPicture) -> str:

@@ -20,6 +20,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
+from raysvc.inspect.source_texts import with_texts
 from raysvc.job.objectives.units import UNITS
 from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
@@ -48,7 +49,7 @@ class Facts:
         trained: source -> share of tokens with loss, 0 to 1, of the listed rows.
         rows: of the entry, to look through.
         row_counts: the entry's row_counts.
-        set_aside: quarantined examples.
+        set_aside: quarantined examples, with the text that their source has of them.
         plan: for `dp_size` ranks; None where the source has no end.
         steps: lines of the run's metrics; empty without a run.
         evals: lines of the run's evals.
@@ -117,7 +118,7 @@ def gather(job: JobConfig, entry: CacheEntry, command: str = "raysvc show") -> F
             _untrained(job, entry, seen, trained, folder) if has_end else {},
         ),
         row_counts=report["row_counts"],
-        set_aside=report["examples"],
+        set_aside=with_texts(job, entry, report["examples"]),
         plan=report_of(job, entry) if has_end else None,
         dp_size=job.trainer.dp_size,
         steps=steps,

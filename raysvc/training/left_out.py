@@ -37,7 +37,8 @@ def left_out(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, 
     example = None
     if examples:
         why = "; ".join(filter(None, (examples[0]["reason"], examples[0]["detail"])))
-        example = f"row {examples[0]['source_row']}: {why}"
+        source = f"{name}:" if (name := examples[0].get("dataset")) else ""
+        example = f"row {source}{examples[0]['source_row']}: {why}"
     return {
         "dropped": dict(counts["dropped"]),
         "quarantined": dict(counts["quarantined"]),

@@ -92,7 +92,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         trained={"chat": [0.5] * 15, text: [0.25] * 5},
         rows=replace(listed(text), num_rows=20),
         row_counts={**row_counts, **tokens},
-        set_aside=[{"source_row": 7, "reason": text, "detail": "too odd"}],
+        set_aside=[{"source_row": 7, "reason": text, "detail": "too odd", "text": "{<b>alien}"}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
         dp_size=2,
         steps=STEPS if steps else [],

@@ -73,9 +73,13 @@ def test_special_tokens_keep_their_colour_in_trained_text_alone() -> None:
 
 
 def test_quarantined_rows_stand_with_their_reasons_and_how_many_there_are() -> None:
-    aside = [{"source_row": 3, "reason": "<odd>", "detail": "why", "dataset": "m<"}]
-    table = table_of(browse(listed(), COUNTS, aside, ""))
-    assert table["aside"] == [{"source": "m<", "why": "<odd>", "detail": "why", "shown": "m<:3"}]
+    aside = [{"source_row": 3, "reason": "<odd>", "detail": "why", "dataset": "m<", "text": "<b>{"}]
+    page = browse(listed(), COUNTS, aside, "")
+    assert "<b>{" not in page
+    assert table_of(page)["aside"] == [
+        {"source": "m<", "why": "<odd>", "detail": "why", "shown": "m<:3", "text": "<b>{"}
+    ]
+    table = table_of(page)
     assert table["quarantined"] == {"<odd>": 900}
 
 
@@ -164,10 +168,10 @@ def test_an_opened_row_has_tokens_ids_and_steps_or_says_what_prints_them(tmp_pat
     assert looked_at(tmp_path, "set('find', '0:0:4');" + LOOK_IN)[1:] == [
         "source math", "trained in step 0, 6. raysvc show --row 0:0:4",
         "<i>&lt;|user|&gt;</i><span>short</span><b>answer short</b>",
-        "<span><code>&lt;|user|&gt;</code>7</span><span><code>short</code>101</span><b><code>answer </code>8</b><b><code>short</code>101</b>",
+        "<i><code>&lt;|user|&gt;</code>7</i><span><code>short</code>101</span><b><code>answer </code>8</b><b><code>short</code>101</b>",
         "<i>&lt;|user|&gt;</i><span>long...</span><i> […60 tokens…] </i><span>...</span><b>answer long</b>",
         "source math. raysvc show --row 0:0:5 prints its text, which is not in this page.",
-        "1 of 1", "source row 7quarantinedhelloraysvc show --source-row 7hello\ntoo odd",
+        "1 of 1", "source row 7quarantined: hello, too odd{<b>alien}raysvc show --source-row 7{<b>alien}",
     ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class SourceRow(NamedTuple):
         source_row: its number in the source.
         data: the row in JSON types, None when it could not be read.
         error: why not, beginning with a short reason and a colon.
-        line: its JSON text, where it came from JSON lines.
+        line: its text, where it came from JSON lines.
         odd: it may hold a value that JSON does not have.
     """
 
@@ -149,12 +149,12 @@ def _json_row(line: bytes, number: int) -> Iterator[SourceRow]:
         try:
             value, odd = load_json(line, allow_nan=True), True
         except (ValueError, RecursionError) as broken:
-            yield SourceRow(number, None, f"broken JSON: {_without_line(broken)}")
+            yield SourceRow(number, None, f"broken JSON: {_without_line(broken)}", line)
             return
     if isinstance(value, dict):
         yield SourceRow(number, value, None, line, odd)
     else:
-        yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
+        yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}", line)
 
 
 def json_blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
