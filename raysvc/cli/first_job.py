@@ -16,7 +16,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -26,16 +26,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from raysvc.actors.model.load_model import num_weights
+from raysvc.actors.model.load_model import has_weights, num_weights
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
 from raysvc.chat.row_counts import RowCounts, shown_reasons, warnings_of, what_to_fix
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.cli.other_templates import line_of, template_that_takes
-from raysvc.errors import ConfigError, SourceError
-from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
+from raysvc.errors import ConfigError, SourceError, TokenizerError
+from raysvc.job.config import JobConfig, SourceConfig, TextSpec, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
 from raysvc.job.text_config import TrainOn
 from raysvc.media.kinds import WORDS, Kind
@@ -73,6 +75,7 @@ class Look:
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
         too_long: what is wrong with rows of the sample that are longer than the model's original context, and that context.
         why: reasons why rows of the sample cannot be used, with some of them; "": all can.
+        lacks: what is missing of the model that the tokenizer's folder describes; "": nothing, or it describes none.
         takes: the line of a job that names a template at hand which takes the rows, where their own does not; "": none was found, or asked for.
     """
 
@@ -88,6 +91,7 @@ class Look:
     layout: str
     too_long: tuple[str, int] | None
     why: str
+    lacks: str
     takes: str = ""
 
     @property
@@ -113,6 +117,8 @@ class Look:
             counts = " and ".join(f"{count} {WORDS[kind].many}" for kind, count in self.media.items())
             out.append(f"They have {counts}.")
         out += [f"{change[0].upper()}{change[1:]}: {rows}." for change, rows in row_counts.normalized.items()]
+        if self.lacks:
+            out.append(f"{self.lacks}, so the job trains {self.model}.")
         if self.left_out:
             out.append(f"Left out: {', '.join(self.left_out)}.")
         if self.too_long:
@@ -139,6 +145,17 @@ def _instead(tokenizer: TokenizerConfig) -> str:
     if tokenizer.chat_template is None:
         return f"give --tokenizer {shlex.quote(tokenizer.name)}, whose template takes them"
     return f"add {shlex.quote(f'tokenizer.chat_template={tokenizer.chat_template}')}, which takes them"
+
+
+def _with_template_at_hand(
+    error: TokenizerError, spec: TextSpec, rows: Sequence[SourceRow]
+) -> TokenizerError:
+    """What to tell of a tokenizer that cannot render rows; of one without a template, which one at hand takes them."""
+    if LoadedTokenizer(spec.tokenizer).templates:
+        return error
+    takes = template_that_takes(spec, rows, MAX_QUARANTINE)
+    none = "set tokenizer.chat_template to a file or a text: of the templates at hand none takes the rows with markers that this tokenizer has"
+    return TokenizerError(error.where, error.what, _instead(takes) if takes else none)
 
 
 def _is_of_template(counts: RowCounts) -> bool:
@@ -176,7 +193,10 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> 
         desk = desk_of(spec, None, {}, processor)
         desk.folder_of = lambda number: folder_of(source.slices[0].path_of(number))
     rows = list(itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS))
-    sample = SliceTokenizer(spec, desk=desk).run(rows)
+    try:
+        sample = SliceTokenizer(spec, desk=desk).run(rows)
+    except TokenizerError as error:
+        raise _with_template_at_hand(error, spec, rows) if desk is None else error from None
     takes = None
     if desk is None and _is_of_template(sample.row_counts):
         takes = template_that_takes(spec, rows, MAX_QUARANTINE)
@@ -207,6 +227,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> 
         _layout(form.name, model),
         _too_long(model, lengths),
         shown_reasons(sample.row_counts.quarantined, sample.examples),
+        _lacks(tokenizer.name),
         line_of(takes) if takes else "",
     )
 
@@ -351,9 +372,14 @@ def _collators(found: Look) -> str:
 def _model(tokenizer: str, processor: MediaProcessor | None) -> str:
     """The model that the tokenizer came with, or a tiny one where only the tokenizer is there."""
     folder = Path(tokenizer).expanduser()
-    if not folder.is_dir() or (folder / "config.json").exists():
+    if not folder.is_dir() or ((folder / "config.json").exists() and has_weights(tokenizer)):
         return tokenizer
     return TINY_VISION if processor is not None else "tiny"
+
+
+def _lacks(tokenizer: str) -> str:
+    there = (Path(tokenizer).expanduser() / "config.json").exists() and not has_weights(tokenizer)
+    return f"{tokenizer} has config.json and no weights" if there else ""
 
 
 def _power_of_two(number: int) -> int:

@@ -185,7 +185,8 @@ MISTAKES = [
     ),
     Mistake(
         "tokenize job.yaml tokenizer=no_template",
-        "tokenizer: '{here}/no_template' has no chat template; set tokenizer.chat_template to a file or a text",
+        "tokenizer: '{here}/no_template' has no chat template; set tokenizer.chat_template to a file or a text; "
+        "raysvc init finds one that takes the rows",
         "tokenize job.yaml tokenizer.name=no_template tokenizer.chat_template=tokenizer/chat_template.jinja",
     ),
     Mistake(

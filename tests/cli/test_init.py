@@ -101,6 +101,11 @@ def test_a_model_folder_is_trained_and_nothing_is_written_over(
     model = tmp_path / "model"
     shutil.copytree(sample["tokenizer"], model)
     (model / "config.json").write_text("{}")
+    out = tmp_path / "tiny.yaml"
+    told = run(sample["rows"], "--tokenizer", str(model), "--out", str(out)).output
+    assert load_job(out).trainer.model == "tiny"
+    assert f"{model} has config.json and no weights, so the job trains tiny." in told
+    (model / "model.safetensors").touch()
     out = tmp_path / "job.yaml"
     assert run(sample["rows"], "--tokenizer", str(model), "--out", str(out)).exit_code == 0
     assert load_job(out).trainer.model == str(model)
@@ -128,6 +133,7 @@ def test_the_rate_fits_the_size_of_the_model(tmp_path: Path, sample: dict[str, s
     small_folder("llama", tmp_path / "small")
     small_folder("llama", tmp_path / "wide", hidden_size=1024, intermediate_size=4096, num_hidden_layers=1)
     (tmp_path / "unknown" / "config.json").write_text("{}")
+    (tmp_path / "unknown" / "model.bin").touch()
     count = sum(weight.numel() for weight in small_model("llama").parameters())
     assert rate_of(sample, tmp_path / "small") == (
         1e-2,
@@ -212,6 +218,7 @@ def test_the_layout_is_one_in_which_the_model_keeps_rows_apart(
     folder, out = tmp_path / "model", tmp_path / "job.yaml"
     shutil.copytree(sample["tokenizer"], folder)
     small_model(model).config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
     assert run(sample["rows"], "--tokenizer", str(folder), "--out", str(out)).exit_code == 0
     job = load_job(out)
     assert (job.trainer.model, job.plan.layout) == (str(folder), layout)
@@ -309,19 +316,24 @@ def test_the_line_that_init_says_for_rows_that_the_template_refuses_makes_a_job_
     assert entry.num_rows == len(Path(sample["rows"]).read_text().splitlines())
 
 
+@pytest.mark.parametrize("own", ["refuses", "is not there"])
 @pytest.mark.parametrize("at_hand", ["template", "folder"])
 def test_a_template_that_takes_no_row_is_named_as_the_cause_and_what_init_says_instead_works(
-    tmp_path: Path, sample: dict[str, str], at_hand: str
+    tmp_path: Path, sample: dict[str, str], at_hand: str, own: str
 ) -> None:
     folder, out = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer")), tmp_path / "job.yaml"
     if at_hand == "folder":
         for path in folder.iterdir():
             path.write_text(path.read_text().replace("<|im_", "<|turn_"))
         shutil.copytree(sample["tokenizer"], tmp_path / "another")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
+    if own == "refuses":
+        (folder / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
+    else:
+        (folder / "chat_template.jinja").unlink()
     refused = run(sample["rows"], "--tokenizer", str(folder), "--out", str(out))
     assert refused.exit_code == 2
-    assert "the template refused the conversation: never" in refused.stderr
+    told = "the template refused the conversation: never" if own == "refuses" else "has no chat template"
+    assert told in refused.stderr
     said = re.search(r"; (?:give|add) (.*), (?:whose template|which) takes them", refused.stderr)
     assert said is not None, refused.stderr
     named = [

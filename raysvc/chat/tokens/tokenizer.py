@@ -77,7 +77,12 @@ class LoadedTokenizer:
             return "default"
         names = ", ".join(sorted(self.templates))
         what = f"has the chat templates {names}, and no default" if names else "has no chat template"
-        remedy = f"set tokenizer.chat_template to {f'one of {names}, ' if names else ''}a file or a text"
+        more = (
+            f"one of {names}, a file or a text"
+            if names
+            else "a file or a text; raysvc init finds one that takes the rows"
+        )
+        remedy = f"set tokenizer.chat_template to {more}"
         raise TokenizerError(_WHERE, f"{self.config.name!r} {what}", remedy)
 
     @property
