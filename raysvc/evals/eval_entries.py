@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
-_scored: dict[
-    str, CacheEntry
-] = {}  # job of an eval that finds nothing in the cache -> what it made in this process
+# what this process made for a job of an eval that finds nothing in the cache
+_scored: dict[str, CacheEntry] = {}
 
 
 def _eval_entry(
