@@ -205,10 +205,13 @@ def _remedy(path: Sequence[str]) -> str:
     """Returns what to write in place of an unknown key."""
     name, known = path[-1], _fields_at(path[:-1])
     if (advice := advice_on(name)) is not None:
-        return advice
-    elsewhere = [section for section in SECTIONS if name in _fields_at([section])]
-    if elsewhere and len(path) < 3:  # deeper down, a section's key of the same name is another thing
-        return f"write {elsewhere[0]}.{name}"
+        of_an_eval = path[0] == "evals" and len(path) > 2
+        return advice.replace("evals.NAME", ".".join(path[:2])) if of_an_eval else advice
+    here = path[:-1]  # deeper down than the sections, a key of the same name is another thing
+    sections = [[*here, one] for one in known if here] + [[one] for one in SECTIONS if len(path) < 3]
+    if found := [[*one, name] for one in sections if name in _fields_at(one)]:
+        more = [f" ({_description(one)})" if len(found) > 1 else "" for one in found]
+        return "write " + ", or ".join(".".join(one) + its for one, its in zip(found, more, strict=True))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
 
@@ -261,6 +264,13 @@ def _fields_at(path: Sequence[str]) -> list[str]:
     for name in path:
         kind = _inside(kind, name)
     return list(getattr(kind, "model_fields", {}))
+
+
+def _description(path: Sequence[str]) -> str:
+    kind: Any = JobConfig
+    for name in path[:-1]:
+        kind = _inside(kind, name)
+    return str(kind.model_fields[path[-1]].description).rstrip(".")
 
 
 def _inside(kind: Any, name: str) -> Any:

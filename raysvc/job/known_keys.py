@@ -3,6 +3,7 @@
 From `transformers.TrainingArguments`, TRL, axolotl and LLaMA-Factory. The table of docs/howto/keys.md is made from this one.
 
 Always true:
+- `NAME*` stands for all keys that begin so, and are not listed themselves;
 - a key on the right is one of a job, or stands nowhere, with the reason.
 """
 
@@ -23,37 +24,60 @@ class KnownKey(NamedTuple):
     note: str = ""
 
 
-_LORA = KnownKey(
-    "", "the built-in trainer trains all weights; TRL with PEFT trains an entry: raysvc init --trainer trl"
-)
-_NONE = KnownKey("", "the built-in trainer has none; HF Trainer and TRL have: raysvc init --trainer trl")
+_LORA = KnownKey("", "the built-in trainer trains all weights; for TRL with PEFT: raysvc init --trainer trl")
+_NONE = KnownKey("", "the built-in trainer has none; for one of TRL: raysvc init --trainer trl")
 _ADAMW = KnownKey("", "the built-in trainer has torch's AdamW alone")
 _EVERY_STEP = KnownKey("", "every step is logged, in metrics.jsonl of the run folder")
-_ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step over all ranks, however they are split")
-_CUT = KnownKey("plan.micro_batch_tokens", "batch_size rows are cut into micro-batches of so many tokens")
+_ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step, over all ranks")
+_CUT = KnownKey("plan.micro_batch_tokens", "cuts batch_size rows into micro-batches")
 KNOWN_KEYS: dict[str, KnownKey] = {
     "model_name_or_path": KnownKey("trainer.model"),
     "base_model": KnownKey("trainer.model"),
     "tokenizer_name_or_path": KnownKey("tokenizer"),
+    "tokenizer_name": KnownKey("tokenizer"),
+    "eos_token": KnownKey("train_end", "append; the tokenizer's files say which token"),
+    "pad_token": KnownKey("", "the tokenizer's files say which"),
+    "padding_side": KnownKey("plan.layout", "padded_left"),
     "dataset_name": KnownKey("source.dataset"),
-    "datasets": KnownKey("mixture.sources", "several sources with weights; one is source"),
+    "datasets": KnownKey("mixture.sources", "each with its weight"),
     "data_files": KnownKey("source.path"),
+    "train_file": KnownKey("source.path"),
+    "dataset_dir": KnownKey("source.path"),
+    "data": KnownKey("source.path"),
+    "files": KnownKey("source.path"),
+    "type": KnownKey("source.format"),
+    "dataset_config": KnownKey("source.subset"),
+    "dataset_train_split": KnownKey("source.split"),
+    "dataset_streaming": KnownKey("source.stream"),
+    "streaming": KnownKey("source.stream"),
+    "dataset_mixture": KnownKey("mixture.sources", "each with its weight"),
+    "interleave_probs": KnownKey("mixture.sources", "each with its weight"),
+    "weights": KnownKey("mixture.sources", "each with its weight"),
+    "probabilities": KnownKey("mixture.sources", "each with its weight"),
+    "max_samples": KnownKey("plan.rows"),
     "dataset": KnownKey("source.path", "raysvc init dataset_info.json:NAME"),
     "dataset_prepared_path": KnownKey("cache.root"),
-    "remove_unused_columns": KnownKey("source.carry", "columns that no key names are left out"),
+    "cache_dir": KnownKey("cache.root"),
+    "overwrite_cache": KnownKey("cache.force"),
+    "remove_unused_columns": KnownKey("source.carry", "other columns are left out"),
     "dataset_text_field": KnownKey("source.columns", "{text: YOUR_COLUMN}"),
     "dataset_num_proc": KnownKey("workers.max"),
     "preprocessing_num_workers": KnownKey("workers.max"),
+    "dataset_processes": KnownKey("workers.max"),
     "dataloader_num_workers": KnownKey("server.collate_threads"),
+    "num_workers": KnownKey("server.collate_threads"),
+    "dataloader_drop_last": KnownKey("plan.tail"),
+    "dataloader_pin_memory": KnownKey("trainer.staging.pin_memory"),
     "dataloader_prefetch_factor": KnownKey("server.look_ahead_steps"),
-    "chat_template": KnownKey("tokenizer.chat_template", "the tokenizer's own is used unless you give one"),
-    "template": KnownKey("tokenizer.chat_template", "the tokenizer's own is used unless you give one"),
-    "max_seq_length": KnownKey("max_length"),
-    "max_seq_len": KnownKey("max_length"),
+    "chat_template_path": KnownKey("tokenizer.chat_template", "default: the tokenizer's own"),
+    "chat_template": KnownKey("tokenizer.chat_template", "default: the tokenizer's own"),
+    "template": KnownKey("tokenizer.chat_template", "default: the tokenizer's own"),
+    "max_seq*": KnownKey("max_length"),
     "sequence_len": KnownKey("max_length"),
     "cutoff_len": KnownKey("max_length"),
     "max_prompt_length": KnownKey("max_length", "of prompt and answer"),
     "max_completion_length": KnownKey("max_length", "of prompt and answer"),
+    "truncation_mode": KnownKey("truncation"),
     "sample_packing": KnownKey("plan.layout", "packed"),
     "packing": KnownKey("plan.layout", "packed"),
     "neat_packing": KnownKey("plan.layout", "packed"),
@@ -62,12 +86,14 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "assistant_only_loss": KnownKey("train_on", "all_assistant_messages"),
     "completion_only_loss": KnownKey("train_on", "completion"),
     "train_on_inputs": KnownKey("train_on", "all_tokens trains inputs too"),
+    "train_on_prompt": KnownKey("train_on", "all_tokens trains inputs too"),
     "roles_to_train": KnownKey("train_on"),
     "mask_history": KnownKey("train_on", "last_assistant_message"),
     "per_device_train_batch_size": _ROWS_OF_STEP,
     "train_batch_size": _ROWS_OF_STEP,
     "gradient_accumulation_steps": _CUT,
     "per_device_eval_batch_size": KnownKey("evals.NAME.batch_size"),
+    "eval_batch_size": KnownKey("evals.NAME.batch_size"),
     "num_train_epochs": KnownKey("plan.epochs"),
     "num_epochs": KnownKey("plan.epochs"),
     "data_seed": KnownKey("plan.seed"),
@@ -77,35 +103,48 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "warmup_ratio": KnownKey("trainer.warmup_steps", "a number of steps"),
     "optim": _ADAMW,
     "optimizer": _ADAMW,
-    "adam_beta1": _ADAMW,
-    "adam_beta2": _ADAMW,
-    "adam_epsilon": _ADAMW,
+    "adam*": _ADAMW,
     "bf16": KnownKey("trainer.precision"),
+    "bfloat16": KnownKey("trainer.precision"),
     "fp16": KnownKey("trainer.precision"),
     "dtype": KnownKey("trainer.precision"),
     "torch_dtype": KnownKey("trainer.precision"),
     "fsdp": KnownKey("trainer.strategy"),
+    "fsdp_config": KnownKey("trainer.strategy"),
+    "use_cpu": KnownKey("trainer.device"),
     "deepspeed": KnownKey(
         "trainer.strategy", "fsdp; your own loop may use DeepSpeed, see docs/integrations.md"
     ),
     "gradient_checkpointing": KnownKey("trainer.gradient_checkpointing"),
+    "ddp*": _NONE,
     "neftune_noise_alpha": _NONE,
+    "label_smoothing_factor": _NONE,
+    "lr_scheduler_kwargs": _NONE,
     "use_liger_kernel": _NONE,
     "torch_compile": _NONE,
     "attn_implementation": _NONE,
-    "flash_attention": _NONE,
-    "flash_attn": _NONE,
+    "flash*": _NONE,
+    "sdp_attention": _NONE,
     "num_processes": KnownKey("trainer.dp_size"),
+    "world_size": KnownKey("trainer.dp_size"),
+    "num_gpus": KnownKey("trainer.dp_size"),
+    "num_nodes": KnownKey("trainer.dp_size"),
     "nproc_per_node": KnownKey("trainer.dp_size"),
     "output_dir": KnownKey("trainer.run_dir"),
     "save_steps": KnownKey("trainer.checkpoint_every_steps"),
     "save_strategy": KnownKey("trainer.checkpoint_every_steps"),
+    "saves_per_epoch": KnownKey("trainer.checkpoint_every_steps"),
     "save_total_limit": KnownKey("trainer.keep_checkpoints"),
     "eval_steps": KnownKey("trainer.eval_every_steps"),
+    "evals_per_epoch": KnownKey("trainer.eval_every_steps"),
     "val_set_size": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
     "val_size": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
-    "validation_split": KnownKey("evals.NAME.share", "or evals.NAME.source, rows of their own"),
+    "test*": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
+    "fraction": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
+    "validation_split": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
     "eval_dataset": KnownKey("evals.NAME.source"),
+    "validation_file": KnownKey("evals.NAME.source"),
+    "dataset_test_split": KnownKey("evals.NAME.source"),
     "eval_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
     "evaluation_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
     "load_best_model_at_end": KnownKey("trainer.keep_best", "{eval: NAME, metric: loss}"),
@@ -115,10 +154,9 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "greater_is_better": KnownKey("", "it follows from trainer.keep_best.metric"),
     "early_stopping_patience": KnownKey("trainer.stop_after.patience", "{eval: NAME, patience: 3}"),
     "early_stopping_threshold": KnownKey("trainer.stop_after.threshold"),
-    "logging_steps": _EVERY_STEP,
-    "logging_strategy": _EVERY_STEP,
-    "logging_dir": _EVERY_STEP,
-    "wandb_project": KnownKey("trainer.report_to"),
+    "logging*": _EVERY_STEP,
+    "wandb*": KnownKey("trainer.report_to"),
+    "mlflow*": KnownKey("trainer.report_to"),
     "push_to_hub": KnownKey("", "raysvc export writes a folder"),
     "hub_model_id": KnownKey("", "raysvc export writes a folder"),
     "run_name": KnownKey("server.name"),
@@ -130,26 +168,24 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "rl": KnownKey("trainer.objective"),
     "stage": KnownKey("trainer.objective"),
     "ref_model": KnownKey("enrich.ref_logprobs.model"),
-    "lora": _LORA,
-    "peft": _LORA,
-    "lora_r": _LORA,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
-    "lora_target_modules": _LORA,
-    "lora_target": _LORA,
+    "ref_model_name_or_path": KnownKey("enrich.ref_logprobs.model"),
+    "precompute_ref_log_probs": KnownKey("enrich.ref_logprobs"),
+    "simpo_gamma": KnownKey("trainer.margin"),
+    "lora*": _LORA,
+    "peft*": _LORA,
     "use_peft": _LORA,
     "finetuning_type": _LORA,
     "adapter": _LORA,
-    "peft_config": _LORA,
-    "load_in_4bit": _LORA,
-    "load_in_8bit": _LORA,
+    "load_in*": _LORA,
+    "bnb*": _LORA,
+    "quantization*": _LORA,
 }
 
 
 def advice_on(key: str) -> str | None:
     """Returns what to write in place of a key of another trainer, or None where it is not known."""
-    found = KNOWN_KEYS.get(key)
+    alike = (one for name, one in KNOWN_KEYS.items() if name.endswith("*") and key.startswith(name[:-1]))
+    found = KNOWN_KEYS.get(key) or next(alike, None)
     if found is None:
         return None
     if not found.path:

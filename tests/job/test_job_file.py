@@ -36,7 +36,7 @@ def test_the_last_override_wins_and_leaves_its_neighbours():
         ({"source": {"path": "rows.jsonl"}}, "tokenizer: is missing; every job needs source and tokenizer"),
         ({**JOB, "plan": {"batch_size": 0}}, "plan.batch_size: "),
         ({**JOB, "plan": {"cost": [1]}}, "plan.cost.1: is missing; give it a value"),
-        ({**JOB, "evals": {"x": {"path": "y"}}}, "evals.x.path: unknown key; known are source, share, rows, batch_size"),
+        ({**JOB, "evals": {"x": {"path": "y"}}}, "evals.x.path: unknown key; write evals.x.source.path"),
         ({**MIXED, "mixture": {}}, "mixture.sources: is missing; give it a value"),
         ({**MIXED, "mixture": {"sources": {}}}, "mixture.sources: is empty; name at least one"),
         ({**MIXED, "mixture": {"sources": {"a": {"weight": 1}}}}, "mixture.sources.a.source: is missing; "),
