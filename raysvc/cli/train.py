@@ -162,5 +162,9 @@ def _left_out(found: Mapping[str, Any]) -> str:
         said.append(f"{quarantined:,} quarantined ({found['example']})")
     if found["truncated"]:
         said.append(f"{found['truncated']:,} truncated")
-    said += [f"{count:,} {why}" for why, count in found.get("untrained", {}).items()]
+    untrained = found.get("untrained", {})
+    if untrained is None:
+        said.append("rows in no step are not counted of so many")
+    else:
+        said += [f"{count:,} {why}" for why, count in untrained.items()]
     return ", ".join(said) or "no row of the source"

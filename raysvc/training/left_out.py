@@ -1,7 +1,8 @@
 """Finds what of a source a run did not train, and why: rows that are not in the entry, or not whole, and rows in no step.
 
 Always true:
-- every row of the entry that the run's row log does not name is counted once, under one reason.
+- every row of the entry that the run's row log does not name is counted once, under one reason;
+- that is done at the end of a run, so it is left out where it would take more than seconds, and the result says so.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
     from raysvc.training.run_folder import RunFolder
 
+COUNTED_ROWS = 2_000_000  # of an entry
+COUNTED_BYTES = 50_000_000  # of a row log: some 4 million rows
+
 
 def left_out(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, Any]:
     """Returns which rows of the source are not in the entry, or not whole, or in no step; empty while a build is going on.
 
     Returns:
-        `dropped`, `quarantined` and `untrained`: reason -> rows; `truncated`: rows; `example`: the first quarantined row, or None.
+        `dropped`, `quarantined` and `untrained`: reason -> rows, the last one None where entry or log are too large to count;
+        `truncated`: rows; `example`: the first quarantined row, or None.
 
     Raises:
         StateMismatch: the row log is not what was written.
@@ -69,8 +74,11 @@ def steps_of_rows(folder: RunFolder) -> dict[int, list[int]]:
     return found
 
 
-def _untrained(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, int]:
-    """Reason -> rows of the entry that the run has not trained."""
+def _untrained(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, int] | None:
+    """Reason -> rows of the entry that the run has not trained; None: there are too many to count."""
+    logged = folder.rows.stat().st_size if folder.rows.is_file() else 0
+    if entry.num_rows > COUNTED_ROWS or logged > COUNTED_BYTES:
+        return None
     rows, lengths = entry.row_ids(), entry.rows.lengths()
     trained = np.fromiter(steps_of_rows(folder), np.int64)
     other = ~np.isin(rows, trained)

@@ -83,6 +83,8 @@ def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
     assert lines(capsys, left_out=nothing)["left out"] == "no row of the source"
     some = {**nothing, "untrained": {"held out for the eval held": 4, "not reached": 1200}}
     assert lines(capsys, left_out=some)["left out"] == "4 held out for the eval held, 1,200 not reached"
+    many = lines(capsys, left_out={**nothing, "untrained": None})["left out"]
+    assert many == "rows in no step are not counted of so many"
 
 
 def test_a_machine_gets_the_summary_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

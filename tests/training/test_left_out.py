@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import raysvc
 from raysvc.cli.sample_data import write_rows
 from raysvc.evals.held_rows import evaluated_rows
@@ -16,7 +18,7 @@ from raysvc.training.run_folder import RunFolder
 
 
 def test_every_row_that_was_not_trained_is_counted_once_under_one_reason(
-    tmp_path: Path, sample: dict[str, str]
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_rows(tmp_path / "rows.jsonl", 60)
     source.open("a").write('{"messages": "odd"}\n')
@@ -51,3 +53,7 @@ def test_every_row_that_was_not_trained_is_counted_once_under_one_reason(
         )
     )
     assert "not reached" not in left_out(job, entry, folder)["untrained"]
+    for limit, value in (("COUNTED_ROWS", 59), ("COUNTED_BYTES", folder.rows.stat().st_size - 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"raysvc.training.left_out.{limit}", value)
+            assert left_out(job, entry, folder)["untrained"] is None
