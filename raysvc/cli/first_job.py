@@ -48,8 +48,8 @@ from raysvc.media.medium import COLUMN, media_of
 SAMPLE_ROWS = 512
 MAX_QUARANTINE: float = JobConfig.model_fields["max_quarantine"].default
 OBJECTIVES = {
-    "preference": "orpo   # or simpo, reward; dpo and ipo need a column ref_logprobs",
-    "kto": "kto   # needs a column ref_logprobs",
+    "preference": "orpo   # or simpo, reward; dpo or ipo, for which ref_logprobs are computed first",
+    "kto": "kto   # for which ref_logprobs are computed first",
     "stepwise": "process   # a reward for each step",
 }
 # a model with fewer weights than the first number learns at the second; a larger one at `LARGE_RATE`
@@ -248,7 +248,7 @@ train_on: {train_on}   # or {", ".join(one for one in get_args(TrainOn) if one !
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:
-  batch_size: {_batch_size(found.num_rows)}   # rows of a step, over all ranks
+  batch_size: {_batch_size(found.num_rows)}   # rows of a step, over all ranks{"; a pair has two" if found.format == "preference" else ""}
   # mini_batch_size: {max(1, _batch_size(found.num_rows) // 2)}   # rows of an optimizer step, where a step has several
   epochs: 1
   layout: {found.layout}   # {_of_layout(found)}
