@@ -1,4 +1,4 @@
-"""Calls by which long phases say where they are; whoever passes the callback decides what is shown."""
+"""Calls by which long phases say where they are; whoever passes the callback decides what is shown. And counts as text."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ class Progress(Protocol):
 
 def silent(tick: Tick) -> None:
     """Shows nothing."""
+
+
+def how_many(count: int, one: str) -> str:
+    """A count and what is counted, where its plural ends in s.
+
+    >>> how_many(1, "row"), how_many(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {one}{'' if count == 1 else 's'}"

@@ -13,18 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from raysvc.builds.entry_report import Report, joined_report
 from raysvc.cache.rows import Rows
-from raysvc.errors import ConfigError, PlanError
+from raysvc.errors import ConfigError, PlanError, TokenizerError
 from raysvc.job.config import PAIRED
 from raysvc.plan.fact_table import facts_html, facts_text, records_html, spans_html
 from raysvc.plan.sliced.sliced_rows import check_rows
+from raysvc.progress import how_many
 from raysvc.ragged import Int64s
-from raysvc.row_ids import parsed, split
+from raysvc.row_ids import parsed, split, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.cache.entry import Entry
+
+
+Kind = TypeVar("Kind")
+FIRST_ROWS = 3  # that a notebook shows of an entry
+FIRST_CHARS = 600  # of each
 
 
 class EntryRow(dict[str, Any]):
@@ -57,10 +63,31 @@ class EntryRow(dict[str, Any]):
         Raises:
             TokenizerError: the entry keeps no tokenizer.
         """
-        ids, mask, tokenizer = self["input_ids"], self["loss_mask"], self._entry.tokenizer
-        cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
-        edges = itertools.pairwise([0, *cuts, len(ids)])
-        return [(str(tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+        return self._runs([bool(hit) for hit in self["loss_mask"]])
+
+    def marked(self) -> list[tuple[str, bool, bool]]:
+        """Stretches of text: (text, trained, special tokens).
+
+        Raises:
+            TokenizerError: the entry keeps no tokenizer.
+        """
+        added = self._entry.tokenizer.added_tokens_decoder
+        special = {token for token, one in added.items() if one.special}
+        kinds = [
+            (bool(hit), token in special)
+            for token, hit in zip(self["input_ids"], self["loss_mask"], strict=True)
+        ]
+        return [(text, *kind) for text, kind in self._runs(kinds)]
+
+    def _runs(self, kinds: Sequence[Kind]) -> list[tuple[str, Kind]]:
+        """Neighbouring tokens of one kind, as text."""
+        ids, tokenizer, at = self["input_ids"], self._entry.tokenizer, 0
+        found = []
+        for kind, run in itertools.groupby(kinds):
+            stop = at + sum(1 for _ in run)
+            found.append((str(tokenizer.decode(ids[at:stop])), kind))
+            at = stop
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -68,7 +95,7 @@ class EntryRow(dict[str, Any]):
     def _repr_html_(self) -> str:
         facts = {"tokens": len(self["input_ids"]), "trained": sum(self["loss_mask"])}
         facts |= {name: value for name, value in self.items() if not isinstance(value, list)}
-        return facts_html("Row", facts) + spans_html(self.spans)
+        return facts_html("Row", facts) + spans_html(self.marked())
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,15 +242,27 @@ class CacheEntry:
         return facts_text("cache entry", self._shown())
 
     def _repr_html_(self) -> str:
-        aside = self.report.get("examples", ())
-        if not aside:
-            return facts_html("Cache entry", self._shown())
-        count = sum(self.report["row_counts"]["quarantined"].values())
-        lines = [[one["source_row"], one["reason"], one["detail"]] for one in aside]
-        title = f"{len(aside):,} of {count:,} quarantined rows"
-        return facts_html("Cache entry", self._shown()) + records_html(
-            title, ("source row", "reason", "detail"), lines
-        )
+        aside, told = self.report.get("examples", ()), facts_html("Cache entry", self._shown())
+        if aside:
+            count = sum(self.report["row_counts"]["quarantined"].values())
+            lines = [[_place(one), one["reason"], one["detail"]] for one in aside]
+            title = f"{len(aside):,} of {count:,} quarantined rows"
+            told += records_html(title, ("source row", "reason", "detail"), lines)
+        return told + self._first_rows()
+
+    def _first_rows(self) -> str:
+        """The beginnings of some rows; "" where none is there yet, or no tokenizer is kept."""
+        if "row_counts" not in self.report or not self.num_rows:
+            return ""
+        try:
+            told = ""
+            for row in self.row_ids()[:FIRST_ROWS].tolist():
+                values = self.row(row)
+                told += f"<div>row {written(row)}, {how_many(len(values['input_ids']), 'token')}:</div>"
+                told += spans_html(values.marked(), FIRST_CHARS)
+        except TokenizerError:
+            return ""
+        return f"<details open><summary>First rows</summary>{told}</details>"
 
     def _shown(self) -> dict[str, Any]:
         return {
@@ -245,6 +284,11 @@ class CacheEntry:
         from raysvc.builds.kept_tokenizer import kept_tokenizer
 
         return kept_tokenizer(self.entries)
+
+
+def _place(one: Mapping[str, Any]) -> str:
+    """The number of a row that was left out, in a mixture with its source."""
+    return f"{source}:{one['source_row']}" if (source := one.get("dataset")) else str(one["source_row"])
 
 
 def _turn(entry: Entry, row_id: int) -> tuple[int, int] | None:

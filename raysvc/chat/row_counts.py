@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raysvc.errors import QuarantineExceeded, SourceError
+from raysvc.progress import how_many
 
 EXAMPLES_SHOWN = 3
 NULLS_IN_CALLS = "nulls in arguments of calls"
@@ -161,7 +162,7 @@ def endless_note(counts: Mapping[str, Any]) -> str:
     who = (
         "NO ROW TEACHES THE MODEL TO STOP: no trained turn has an end"
         if rows == counts["rows_written"]
-        else f"{turns} trained turns have no end of turn, and {rows} rows have no turn with one"
+        else f"{how_many(turns, 'trained turn')} without an end of turn, and {how_many(rows, 'row')} without a turn that has one"
     )
     return f"{who}, because the chat template writes none there; train_end: append adds the model's end of sequence to such a row"
 
@@ -189,7 +190,7 @@ def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max
     """
     count = sum(row_counts.quarantined.values())
     if count > max_share * row_counts.rows_in:
-        what = f"{count} of {row_counts.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}"
+        what = f"{count} of {how_many(row_counts.rows_in, 'row')} could not be verified, more than max_quarantine = {max_share:g}"
         raise quarantine_exceeded(what, row_counts.quarantined, examples)
 
 
@@ -217,7 +218,9 @@ def shown_reasons(left_out: Mapping[str, int], examples: Sequence[Quarantined]) 
     """The three commonest reasons, with three of the examples and what is special about these."""
     commonest = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))[:3]
     each = -(-EXAMPLES_SHOWN // max(len(commonest), 1))
-    return "; ".join(f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest)
+    return "; ".join(
+        f"{reason} ({how_many(n, 'row')}{_some(reason, examples, each)})" for reason, n in commonest
+    )
 
 
 def _some(reason: str, examples: Sequence[Quarantined], most: int) -> str:

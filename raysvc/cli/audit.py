@@ -10,6 +10,7 @@ import typer
 
 from raysvc.cli.common import AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, printable
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.audit.findings import AuditReport
@@ -57,9 +58,9 @@ def audit(
 
 def _print(report: AuditReport, job: str) -> None:
     rows = ", ".join(f"{count} of {name or 'source'}" for name, count in report.rows.items())
-    print(f"rows: {rows}, in {report.seconds:.1f} s: {len(report.findings)} defects")
+    print(f"rows: {rows}, in {report.seconds:.1f} s: {how_many(len(report.findings), 'defect')}")
     for one in report.findings:
-        print(f"[{one.severity}] {one.defect}: {one.rows} rows {one.what}")
+        print(f"[{one.severity}] {one.defect}: {how_many(one.rows, 'row')} {one.what}")
         for where, text in one.examples:
             print(printable(f"    {where}  {text}"))
         print(f"    -> {one.remedy.format(job=job)}")

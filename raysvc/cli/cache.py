@@ -13,6 +13,7 @@ import typer
 
 from raysvc.cli.common import AsJson, edge, emit
 from raysvc.cli.view import print_rows, print_table
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
@@ -134,7 +135,7 @@ def explain(
         return
     for difference in differences:
         print(difference)
-    print(f"{len(differences)} fields differ")
+    print(f"{how_many(len(differences), 'field')} {'differs' if len(differences) == 1 else 'differ'}")
 
 
 @app.command()
@@ -235,7 +236,7 @@ def export(
     if as_json:
         emit({"files": [str(path) for path in paths]})
     else:
-        print(f"{len(paths)} files in {to}")
+        print(f"{how_many(len(paths), 'file')} in {to}")
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -44,6 +44,7 @@ from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_job import processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, media_of
+from raysvc.progress import how_many
 
 SAMPLE_ROWS = 512
 MAX_QUARANTINE: float = JobConfig.model_fields["max_quarantine"].default
@@ -101,7 +102,7 @@ class Look:
         count = sum(counts.quarantined.values())
         if count <= MAX_QUARANTINE * counts.rows_in:
             return ""
-        told = f"{count} of the first {counts.rows_in} rows cannot be used, so every command would end: {self.why}"
+        told = f"{count} of the first {how_many(counts.rows_in, 'row')} cannot be used, so every command would end: {self.why}"
         return f"{told}; {_remedy(counts, self.takes)}, or raise max_quarantine to train the rest"
 
     def lines(self) -> list[str]:
@@ -109,7 +110,7 @@ class Look:
         row_counts = self.row_counts
         share = row_counts.tokens_trained / max(1, row_counts.tokens_trained + row_counts.tokens_context)
         out = [
-            f"{self.num_rows} rows; they are {self.seen}.",
+            f"{how_many(self.num_rows, 'row')}; they are {self.seen}.",
             f"Of the first {row_counts.rows_in}, {row_counts.rows_written} give tokens: "
             f"half of them at most {self.length}, the longest {self.longest}; {share:.0%} are trained.",
         ]
@@ -204,7 +205,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> 
         why = "; ".join(map(str, sample.examples[:1])) or str(sample.row_counts.dropped)
         raise SourceError(
             path,
-            f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",
+            f"none of its first {how_many(sample.row_counts.rows_in, 'row')} can be used: {why}",
             _instead(takes) if takes else _remedy(sample.row_counts, ""),
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()

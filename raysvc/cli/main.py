@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperCommand
 
 from raysvc.cli.audit import audit
 from raysvc.cli.cache import app as cache
@@ -24,6 +27,25 @@ from raysvc.cli.top import top
 from raysvc.cli.train import train
 from raysvc.cli.why import why
 
+ELSEWHERE = ("--html", "--output", "-o")  # names of --out elsewhere
+
+
+class Command(TyperCommand):
+    """A command that tells who writes `--html`, or another tool's name for it, that it is `--out` here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of a command.
+
+        Raises:
+            UsageError: an option is not known.
+        """
+        known = {name for one in self.params for name in one.opts}
+        for name in (word.partition("=")[0] for word in args):
+            if name in ELSEWHERE and name not in known and "--out" in known:
+                ctx.fail(f"No such option: {name}; write --out PATH.")
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="raysvc",
     callback=before_the_command,
@@ -32,24 +54,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(audit)
-app.command()(demo)
-app.command()(doctor)
-app.command()(enrich)
-app.command()(export)
-app.command()(init)
-app.command()(plan)
-app.command()(ps)
-app.command()(replay)
-app.command()(report)
-app.command()(serve)
-app.command()(show)
-app.command()(stop)
+COMMANDS = (
+    audit,
+    demo,
+    doctor,
+    enrich,
+    export,
+    init,
+    plan,
+    ps,
+    replay,
+    report,
+    serve,
+    show,
+    stop,
+    tokenize,
+    top,
+    train,
+    why,
+)
+for each in COMMANDS:
+    app.command(cls=Command)(each)
 app.add_typer(cache, name="cache")
-app.command()(tokenize)
-app.command()(top)
-app.command()(train)
-app.command()(why)
 
 
 def main() -> None:

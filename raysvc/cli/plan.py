@@ -12,6 +12,7 @@ from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.named_entry import named_entry
 from raysvc.cli.named_run import job_as_it_is
 from raysvc.cli.view import View, print_rows, print_table
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -76,7 +77,7 @@ def plan(
     if as_json:
         emit({"dp_size": dp_size, **asdict(report)})
         return
-    print_table(f"Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}", in_words(report))
+    print_table(f"Plan for {how_many(dp_size, 'rank')}", in_words(report))
     for start, stop, count in report.histogram:
         bar = "█" * round(BAR * count / max(n for _, _, n in report.histogram))
         print(f"{start:>10,} – {stop:>10,} tokens {bar} {count}")

@@ -11,6 +11,7 @@ import typer
 from raysvc.cli.common import AsJson, Overrides, edge, emit
 from raysvc.cli.named_run import job_that_ran, served_run
 from raysvc.cli.view import print_rows
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.actors.rollouts.turn_merger import BrokenTurn
@@ -70,7 +71,7 @@ def replay(
     for row in rows:
         row["sha256"] = row["sha256"][:16]
         row.pop("media", None)
-    print_rows(f"Step {step} of {again.spec.name} on {again.dp_size} ranks", rows)
+    print_rows(f"Step {step} of {again.spec.name} on {how_many(again.dp_size, 'rank')}", rows)
     for shard, some in zip(shards, media, strict=True):
         print(
             *(f"mini {shard.mini} rank {shard.rank}: medium {digest}" for digest in some),

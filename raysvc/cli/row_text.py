@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysvc.cli.view import printable
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,5 +31,5 @@ def print_picture(console: Console, head: str, picture: RowPicture) -> None:
 def token_counts(picture: RowPicture) -> str:
     """Says how many tokens a row has, and how many of them are trained in how many turns."""
     turns = sum(stretch.kind == "trained" for stretch in picture.stretches)
-    where = f" in {turns} turn{'s' if turns > 1 else ''}" if turns else ""
-    return f"{picture.length} tokens, {picture.trained} trained{where}"
+    where = f" in {how_many(turns, 'turn')}" if turns else ""
+    return f"{how_many(picture.length, 'token')}, {picture.trained} trained{where}"

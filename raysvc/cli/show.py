@@ -18,6 +18,7 @@ from raysvc.cli.row_text import print_picture, token_counts
 from raysvc.cli.show_rollouts import show_rollouts
 from raysvc.cli.show_source_row import show_source_row
 from raysvc.cli.view import View, print_rows, printable
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -176,9 +177,9 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     plan = again.spec.plan
     facts = [
         f"source: {entry.source}",
-        f"epoch {again.info.epoch}, {len(again.shards)} mini-batches on {again.dp_size} ranks, layout {plan.layout}; "
+        f"epoch {again.info.epoch}, {len(again.shards)} {'mini-batch' if len(again.shards) == 1 else 'mini-batches'} on {how_many(again.dp_size, 'rank')}, layout {plan.layout}; "
         f"made as {'the run was served' if again.recorded else 'the job file says'}",
-        f"{len(pictures)} rows, {sum(p.is_dummy for p in pictures)} of them dummies; "
+        f"{how_many(len(pictures), 'row')}, {sum(p.is_dummy for p in pictures)} of them dummies; "
         f"padding: {padding} of {cells} cells",
         *_notes(entry),
     ]
@@ -268,7 +269,7 @@ def _head(picture: RowPicture, origin: str) -> str:
     where = f"mini {place.mini} rank {place.rank} micro {place.micro} line {place.line}"
     where += f" columns {place.column}–{place.column + picture.length - 1}"
     if picture.is_dummy:
-        return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
+        return f"{where} | dummy: {how_many(picture.length, 'token')} without loss, so that all ranks do the same work"
     row = f"row {written(picture.row_id)} ({origin})"
     positions = f"positions {picture.first}–{picture.last}"
     return f"{where} | {row}, {token_counts(picture)}, {positions}{_carried(picture.columns)}"

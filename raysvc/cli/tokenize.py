@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.chat.row_counts import reasoning_remedy
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table, printable
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -69,7 +70,7 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
         rows["trained messages without their reasoning"] = f"{removed} ({reasoning_remedy(row_counts)})"
     if endless := row_counts.get("turns_without_end", 0):
         rows["trained turns without an end"] = (
-            f"{endless}, in {row_counts['rows_without_end']} rows no turn has one"
+            f"{endless}, in {how_many(row_counts['rows_without_end'], 'row')} no turn has one"
         )
     rows["rows truncated"] = row_counts.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
@@ -77,7 +78,9 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows["tokens per row"] = " ".join(
         f"{name} {value}" for name, value in report["length_percentiles"].items()
     )
-    rows["encoder"] = ", ".join(f"{name} ({count} slices)" for name, count in report["encoders"].items())
+    rows["encoder"] = ", ".join(
+        f"{name} ({how_many(count, 'slice')})" for name, count in report["encoders"].items()
+    )
     verification = report["verification"]
     rows["rows compared with the reference"] = verification["rows_compared_with_the_reference"]
     for reason in verification["switched_to_the_reference"]:

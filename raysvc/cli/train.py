@@ -16,6 +16,7 @@ from raysvc.cli.view import View, number, print_table
 from raysvc.errors import WorkerFailed
 from raysvc.job.objectives.eval_metrics import SHOWN
 from raysvc.job.objectives.units import count_of
+from raysvc.progress import how_many
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
@@ -85,7 +86,7 @@ def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> 
     rows = {
         f"{half} loader: {name}": facts[half][name] for half in ("real", "perfect") for name in facts[half]
     }
-    print_table(f"{found.steps} steps from step {found.first_step} on", rows)
+    print_table(f"{how_many(found.steps, 'step')} from step {found.first_step} on", rows)
     print(found.verdict())
 
 
@@ -114,7 +115,7 @@ def show_summary(run_dir: str, summary: Mapping[str, Any], as_json: bool) -> Non
 def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     steps, begin = summary["steps"], summary["resumed_from"]
     goes_on = f", of which {steps - begin:,} now: resumed from the checkpoint of {begin:,}" if begin else ""
-    trained = f"{summary['tokens_trained']:,} trained tokens in {steps:,} steps"
+    trained = f"{how_many(summary['tokens_trained'], 'trained token')} in {how_many(steps, 'step')}"
     yield "trained", f"{count_of(summary)} with {trained}{goes_on}"
     yield "left out", _left_out(summary["left_out"])
     lowest = f"{number(summary['loss_best'])} best (step {summary['loss_best_step']})"
@@ -124,7 +125,10 @@ def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]
         yield f"eval {name}", f"{told} on {count_of(line)}"
     best, stopped = summary.get("best"), summary.get("stopped_early")
     if stopped:
-        yield "stopped", f"early: {stopped['without']} evals without progress since eval {_lowest(stopped)}"
+        yield (
+            "stopped",
+            f"early: {how_many(stopped['without'], 'eval')} without progress since eval {_lowest(stopped)}",
+        )
     if best:
         yield "best", f"eval {_lowest(best)}"
     if summary["tokens_per_s"]:
@@ -139,14 +143,14 @@ def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]
     for name, outcome in summary.get("report_to", {}).items():
         yield f"tracker {name}", str(outcome)
     if summary["model"]:
-        of_best = f" (the best: of {best['steps']:,} steps)" if best else ""
+        of_best = f" (the best: of {how_many(best['steps'], 'step')})" if best else ""
         yield "model", f"{summary['model']}{of_best}"
     yield "next", f"raysvc report {run_dir}"
 
 
 def _lowest(found: Mapping[str, Any]) -> str:
     value = f"{found['metric']} {number(found['value'])}" if found["value"] is not None else "no number"
-    return f"{found['eval']}: {value} after {found['steps']:,} steps"
+    return f"{found['eval']}: {value} after {how_many(found['steps'], 'step')}"
 
 
 def _left_out(found: Mapping[str, Any]) -> str:
@@ -157,7 +161,7 @@ def _left_out(found: Mapping[str, Any]) -> str:
     said = []
     if dropped:
         reason, count = max(found["dropped"].items(), key=lambda one: one[1])
-        said.append(f"{dropped:,} rows dropped ({reason}{f': {count:,}' * (count < dropped)})")
+        said.append(f"{how_many(dropped, 'row')} dropped ({reason}{f': {count:,}' * (count < dropped)})")
     if quarantined:
         said.append(f"{quarantined:,} quarantined ({found['example']})")
     if found["truncated"]:

@@ -100,7 +100,9 @@ def plain(tick: Tick) -> str:
 def counted(tick: Tick) -> str:
     """Says how much is done, of how much where that is known; "" where nothing is counted."""
     total = f"/{tick.total:g}" if tick.total is not None else ""
-    return f"{tick.done:g}{total} {tick.unit}" if tick.unit else ""
+    last = tick.done if tick.total is None else tick.total
+    unit = tick.unit.removesuffix("s") if last == 1 else tick.unit
+    return f"{tick.done:g}{total} {unit}" if unit else ""
 
 
 def said(tick: Tick) -> str:

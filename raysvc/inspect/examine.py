@@ -31,6 +31,7 @@ from raysvc.inspect.node_facts import facts_of_this_node, shared_memory
 from raysvc.job.config import JobConfig
 from raysvc.nodes.place import NodePlace, SharedFolder
 from raysvc.nodes.room import label
+from raysvc.progress import how_many
 
 MIN_RAY = (2, 60)
 
@@ -270,7 +271,7 @@ def _nodes(address: str | None) -> tuple[list[dict[str, Any]], Finding]:
         )
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return nodes, Finding(
-        "cluster", "ok", f"{len(nodes)} nodes, {ray.cluster_resources().get('CPU', 0):g} CPUs"
+        "cluster", "ok", f"{how_many(len(nodes), 'node')}, {ray.cluster_resources().get('CPU', 0):g} CPUs"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -29,9 +29,21 @@ def records_html(title: str, names: Sequence[str], lines: Sequence[Sequence[Any]
     return f"<details><summary>{escape(title)}</summary><table><tr>{head}</tr>{rows}</table></details>"
 
 
-def spans_html(spans: Sequence[tuple[str, bool]]) -> str:
-    """Text with what is trained marked."""
-    inside = "".join(f"<mark>{escape(text)}</mark>" if trained else escape(text) for text, trained in spans)
+def spans_html(spans: Iterable[tuple[str, bool, bool]], most: int | None = None) -> str:
+    """Text as (text, trained, special): what is trained is marked, and special tokens are blue.
+
+    Args:
+        most: characters; None: all of them.
+    """
+    inside, left = "", most
+    for text, trained, special in spans:
+        shown = escape(text[:left])
+        shown = f"<span style='color:#2f6fde'>{shown}</span>" if special else shown
+        inside += f"<mark>{shown}</mark>" if trained else shown
+        left = None if left is None else left - len(text)
+        if left is not None and left < 0:
+            inside += "…"
+            break
     return f"<div style='white-space:pre-wrap;overflow-wrap:anywhere'>{inside}</div>"
 
 

@@ -15,6 +15,7 @@ window.browsed = (async () => {
   const page = Number(list.dataset.shown);
   const LONG = 24; // characters that all rows of a page begin with: they tell nothing
   const figure = (value) => value.toLocaleString("en");
+  const counted = (value, one) => `${figure(value)} ${one}${value === 1 ? "" : "s"}`;
   const make = (tag, ...inside) => {
     const one = document.createElement(tag);
     one.append(...inside);
@@ -75,7 +76,7 @@ window.browsed = (async () => {
   const facts = (row) =>
     row.why
       ? [`quarantined: ${[row.why, row.detail].filter(Boolean).join(", ")}`]
-      : [row.role, `${figure(row.tokens)} tokens`, `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`, row.untrained && "not trained"].filter(Boolean);
+      : [row.role, counted(row.tokens, "token"), `${Math.round(100 * row.share)}% trained`, row.loss != null && `${row.role ? "pair's loss" : "loss"} ${row.loss.toFixed(3)}`, row.untrained && "not trained"].filter(Boolean);
   const begin = (row) =>
     row.why ? row.text : runs({ ...row, end: Math.min(row.end, row.first + 480) }).filter(([tags]) => !tags.endsWith("i")).map(([, text]) => text).join("").replace(/\s+/g, " ");
   // characters with which all of some texts begin, a system message as a rule

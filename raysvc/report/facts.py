@@ -19,6 +19,7 @@ from raysvc.cache.key import rows_key
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.inspect.left_out import steps_of_rows
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.inspect.source_texts import with_texts
 from raysvc.job.objectives.units import UNITS
@@ -26,7 +27,6 @@ from raysvc.report.browse import BrowsedRows
 from raysvc.report.browsed_rows import SeenRows, browsed_rows, seen_rows, spread
 from raysvc.row_ids import split
 from raysvc.trackers.tracker import without_secrets
-from raysvc.training.left_out import steps_of_rows
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, identity_in
 from raysvc.training.run_job import given_fields

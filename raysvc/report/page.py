@@ -23,6 +23,7 @@ from raysvc.collate.plan_report import PlanReport, in_words
 from raysvc.errors import StateMismatch
 from raysvc.job.objectives.eval_metrics import SHOWN
 from raysvc.job.objectives.units import count_of
+from raysvc.progress import how_many
 from raysvc.report.browse import STYLE as BROWSE_STYLE
 from raysvc.report.browse import browse
 from raysvc.report.charts import Chart, bars, histogram, short
@@ -47,7 +48,7 @@ td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-
 .row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
 .tools{display:flex;flex-wrap:wrap;gap:20px;align-items:center}.tools[hidden]{display:none}.tools input{vertical-align:middle}summary{cursor:pointer}
 .facts{max-width:640px}.facts td{text-align:left}
-.big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:104px}.big strong{display:block;font-size:22px}
+.big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:104px;max-width:220px}.big strong{display:block;font-size:22px}
 """
 
 
@@ -151,7 +152,7 @@ def _plan(plan: PlanReport, dp_size: int, figures: Figures) -> str:
     rows = [(float(start), float(stop), float(count)) for start, stop, count in plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(in_words(plan))}</div>"
+        f"<h2>Plan for {how_many(dp_size, 'rank')}</h2><div class='grid2'><div class='card'>{table(in_words(plan))}</div>"
         f"{chart}</div>"
     )
 
@@ -192,7 +193,7 @@ def _job(job: Mapping[str, Any]) -> str:
     told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in job.items()}
     lines = len(told)
     return (
-        f"<details class='card'><summary>Job: the {lines} {'field' if lines == 1 else 'fields'} that it gives, without credentials</summary>"
+        f"<details class='card'><summary>Job: the {how_many(lines, 'field')} that it gives, without credentials</summary>"
         f"{table(told)}</details>"
     )
 
@@ -224,7 +225,7 @@ def _headline(facts: Facts) -> str:
         **({"loss_best": best} if best else {}), "tokens_per_s": "trained tokens/s",
     }  # fmt: skip
     told = {said: four_digits(summary[name]) for name, said in names.items()}
-    told[f"trained tokens/s, last {min(20, len(facts.steps))} steps"] = newest
+    told[f"trained tokens/s, last {how_many(min(20, len(facts.steps)), 'step')}"] = newest
     told["waited for data"] = f"{summary['stall_fraction']:.2%}"
     cells = [
         f"<div class='card'><strong>{value}</strong>{escape(said)}</div>" for said, value in told.items()
@@ -251,9 +252,9 @@ def _of_evals(summary: Mapping[str, Any]) -> Iterable[str]:
             yield f"Eval {name}: {told} on {count_of(line)} at the end."
     if best := summary.get("best"):
         value = f"{best['metric']} {four_digits(best['value'])}"
-        yield f"The best model is that of {best['steps']:,} steps: eval {best['eval']} had {value}."
+        yield f"The best model is that of {how_many(best['steps'], 'step')}: eval {best['eval']} had {value}."
     if stopped := summary.get("stopped_early"):
-        yield f"Stopped early, after {stopped['without']} evals of {stopped['eval']} without progress."
+        yield f"Stopped early, after {how_many(stopped['without'], 'eval')} of {stopped['eval']} without progress."
 
 
 def _verdict(facts: Facts) -> str:

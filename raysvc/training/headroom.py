@@ -24,7 +24,7 @@ from raysvc.client.batch_client import BatchClient, attach
 from raysvc.errors import PlanError
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.job.job_file import load_job
-from raysvc.progress import Progress, Tick, silent
+from raysvc.progress import Progress, Tick, how_many, silent
 from raysvc.training.run_folder import Checkpoint, RunFolder
 from raysvc.training.train_loop import model_spec
 
@@ -117,7 +117,7 @@ def _measure(
 ) -> Headroom:
     count, total = steps + WARM_STEPS, client.schedule.num_steps
     if count > total:
-        what = f"{steps} steps and {WARM_STEPS} to warm up are more than the {total} of the plan"
+        what = f"{how_many(steps, 'step')} and {WARM_STEPS} to warm up are more than the {total} of the plan"
         raise PlanError("--headroom", what, "give fewer, or raise plan.epochs")
     checkpoint = RunFolder(absolute(job.run_dir)).newest()
     first = min(checkpoint.step if checkpoint else 0, total - count)

@@ -223,7 +223,7 @@ def write_summary(
     """Returns what a run says at its end, also to its trackers.
 
     Args:
-        left_out: rows that were not trained, as `raysvc.training.left_out` finds them.
+        left_out: rows that were not trained, as `raysvc.inspect.left_out` finds them.
         finished: it has trained all its steps, or its evals stopped it.
         decisions: of its evals.
 

@@ -21,15 +21,15 @@ from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import FolderLost, LeaseHeld, StateMismatch, TokenizerError
 from raysvc.evals.eval_decisions import EvalDecisions, refuse_another_best
 from raysvc.evals.eval_entries import keys_of_evals
+from raysvc.inspect.left_out import left_out
 from raysvc.job.config import JobConfig, cpus_held, held_beside
-from raysvc.progress import Progress, Tick
+from raysvc.progress import Progress, Tick, how_many
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.stalls import StallBook
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.adapting import MixtureAdapter
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import best_checkpoint, export, from_checkpoint, tokenizer_beside, write_model
-from raysvc.training.left_out import left_out
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, check_scaling, vision_of, warn_of_scaling
@@ -402,7 +402,7 @@ def _what_starts(job: JobConfig) -> str:
     import ray
 
     workers = job.trainer.dp_size
-    text = f"starting {workers} {'worker' if workers == 1 else 'workers'} and the server"
+    text = f"starting {how_many(workers, 'worker')} and the server"
     need, free = cpus_held(job), float(ray.available_resources().get("CPU", 0))
     return text if free >= need else f"{text}; waiting for {need:g} CPUs, {free:g} are free"
 

@@ -24,11 +24,11 @@ FILES: dict[str, tuple[bytes, str]] = {
     "blank.jsonl": (b"\n \n", "holds no row; give files with at least one row"),
     "numbers.jsonl": (
         b'{"text": 5}\n',
-        r"no row is left to train on: 'text' is not text \(1 rows, e.g. row 0: it is a int\)",
+        r"no row is left to train on: 'text' is not text \(1 row, e.g. row 0: it is a int\)",
     ),
     "roles.jsonl": (
         b'{"messages": [{"role": "user", "content": "a"}, {"rolle": "assistant"}]}\n',
-        r"no row is left to train on: a message has no role \(1 rows, e.g. row 0: messages\[1\] has the keys",
+        r"no row is left to train on: a message has no role \(1 row, e.g. row 0: messages\[1\] has the keys",
     ),
 }
 

@@ -73,7 +73,7 @@ def test_turns_without_an_end_are_counted(endless: str, slice_tokenizer: Any, to
     counts = result.row_counts
     assert (counts.turns_without_end, counts.rows_without_end) == (2, 1)
     (some,) = warnings_of(counts.to_json())
-    assert some.startswith("2 trained turns have no end of turn, and 1 rows have no turn with one")
+    assert some.startswith("2 trained turns without an end of turn, and 1 row without a turn that has one")
     _, result = tokenize(slice_tokenizer("", endless), ONE)
     (none,) = warnings_of(result.row_counts.to_json())
     assert none.startswith("NO ROW TEACHES THE MODEL TO STOP")

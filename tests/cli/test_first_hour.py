@@ -107,7 +107,7 @@ MISTAKES = [
     ),
     Mistake(
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl]",
-        f"source: 1 of 13 {QUARANTINED}broken JSON (1 rows, e.g. row 12: Expecting value at character 48); "
+        f"source: 1 of 13 {QUARANTINED}broken JSON (1 row, e.g. row 12: Expecting value at character 48); "
         "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl] max_quarantine=0.1",
     ),

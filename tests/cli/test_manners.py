@@ -159,7 +159,7 @@ def test_without_a_terminal_the_first_and_the_last_tick_of_a_phase_are_lines(
             view(Tick("work", done, 200, "rows"))
         view(Tick("rest", 1, None, "steps", final=True))
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["[work] 1/200 rows", "[rest] 1 steps done", "[work] 99/200 rows"]
+    assert lines == ["[work] 1/200 rows", "[rest] 1 step done", "[work] 99/200 rows"]
 
 
 def test_tables_are_plain_and_whole_where_nobody_looks() -> None:

@@ -134,6 +134,13 @@ def test_packed_lines_of_a_window_without_a_capacity_are_refused_before_a_row_is
         assert "shuffle: window has to know its capacity before the rows; give max_length" in line
 
 
+@pytest.mark.parametrize("words", [["show", "--html", "x"], ["report", "--html=x"], ["export", "-o", "x"]])
+def test_an_option_that_other_tools_have_is_met_by_the_one_that_is_meant(words: list[str]) -> None:
+    done = runner.invoke(app, words)
+    assert done.exit_code == 2
+    assert f"No such option: {words[1][:6].removesuffix('=')}; write --out PATH." in done.stderr
+
+
 def test_a_folder_without_rows(tmp_path: Path, sample: dict[str, str]) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "notes.md").write_text("no rows here")
@@ -224,11 +231,18 @@ def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
     assert all(f">{example['source_row']}</td>" in html for example in entry.report["examples"])
     assert "".join(text for text, _ in row.spans) == entry[3].text
     shown = (
-        re.sub(r"</?mark>", "", row._repr_html_()),
-        re.findall("<mark>(.*?)</mark>", row._repr_html_(), re.DOTALL),
+        re.sub(r"</?(mark|span)[^>]*>", "", row._repr_html_()),
+        [
+            re.sub(r"</?span[^>]*>", "", one)
+            for one in re.findall("<mark>(.*?)</mark>", row._repr_html_(), re.DOTALL)
+        ],
     )
     assert escape(entry[3].text) in shown[0]
-    assert shown[1] == [escape(text) for text, trained in row.spans if trained] != []
+    assert "".join(shown[1]) == "".join(escape(text) for text, trained in row.spans if trained) != ""
+    assert "<span style='color:#2f6fde'>&lt;|im_end|&gt;</span>" in row._repr_html_()
+    first = html.partition("<summary>First rows</summary>")[2]
+    assert re.findall(r"<div>row (\S+), ", first) == ["0:0:0", "0:0:1", "0:0:2"]
+    assert escape(entry[0].text)[:40] in re.sub(r"</?(mark|span)[^>]*>", "", first)
     assert pickle.loads(pickle.dumps(row)) == dict(row)
     assert [len(entry), len(list(entry))] == [240, 240]
     assert [one["source_row"] for one in entry] == entry.table()["source_row"].to_pylist()

@@ -23,6 +23,7 @@ from raysvc.cache.key import rows_key
 from raysvc.errors import StateMismatch
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.feedback.request import RowOutcomes
+from raysvc.inspect.left_out import steps_of_rows
 from raysvc.inspect.row_view import row_picture
 from raysvc.job.job_file import load_job
 from raysvc.ragged import offsets_of
@@ -32,7 +33,6 @@ from raysvc.report.facts import Facts, _losses, gather
 from raysvc.report.page import render
 from raysvc.report.rows_page import render_rows
 from raysvc.row_ids import source_base
-from raysvc.training.left_out import steps_of_rows
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import KEYS, claim
 from tests.inspect.pages import BROWSER, PIECES, browse_page, facts, listed, table_of, tokens_of

@@ -325,7 +325,7 @@ def test_keep_start_cuts_behind_images_and_never_through_one(tmp_path: Path, fam
         )
         assert values["input_ids"] == whole["input_ids"][:limit]
         assert media_of(values["media"]) == kept
-    with pytest.raises(SourceError, match=r"max_length cuts through an image \(1 rows"):
+    with pytest.raises(SourceError, match=r"max_length cuts through an image \(1 row"):
         build(tmp_path, family, [{"messages": said}], max_length=second.at + 1, truncation="keep_start")
 
 

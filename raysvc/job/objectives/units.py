@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from raysvc.progress import how_many
+
 UNITS = {"preference": "pairs", "kto": "examples"}  # by the format of the rows
 
 
@@ -19,7 +21,7 @@ class Count(NamedTuple):
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.number:,} {self.unit}"
+        return how_many(self.number, self.unit.removesuffix("s"))
 
 
 def count_of(line: Mapping[str, Any]) -> Count:

@@ -11,9 +11,9 @@ import pytest
 import raysvc
 from raysvc.cli.sample_data import write_rows
 from raysvc.evals.held_rows import evaluated_rows
+from raysvc.inspect.left_out import left_out
 from raysvc.job.job_file import load_job
 from raysvc.row_ids import written
-from raysvc.training.left_out import left_out
 from raysvc.training.run_folder import RunFolder
 
 
