@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -22,6 +23,7 @@ from raysvc.cache.key import canonical_json
 from raysvc.pipelines.reading.pins import Pins
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import CSV_KINDS, LINE_KINDS, Kind
+from raysvc.redact import redacted
 
 MOST_PIECES = 1024  # of one slice: what a file costs to open bounds a slice too
 
@@ -147,3 +149,17 @@ def _groups(pieces: Iterable[Piece], slice_bytes: int) -> Iterator[list[Piece]]:
         size += piece.num_bytes
     if group:
         yield group
+
+
+def place_of_row(slices: Iterable[Slice], source_row: int) -> str:
+    """Says where a row of a source lies: the line or row of a file, counted from 1; "" where that is not known."""
+    before: Counter[str] = Counter()  # rows of each file
+    for one in slices:
+        at = one.first_row
+        for piece in one.pieces:
+            if at <= source_row < at + piece.num_rows and piece.kind != "dataset":
+                line = before[piece.path] + source_row - at + 1
+                return f"{'line' if piece.kind in LINE_KINDS else 'row'} {line} of {redacted(piece.path)}"
+            before[piece.path] += piece.num_rows
+            at += piece.num_rows
+    return ""

@@ -24,6 +24,7 @@ from raysvc.media.media_job import MEDIA_VERSION, processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.pixels import MAX_PIXELS
 from raysvc.pipelines.sources.scan_memo import Memo
+from raysvc.pipelines.sources.slices import place_of_row
 
 if TYPE_CHECKING:
     from raysvc.pipelines.sources.source import Source
@@ -151,7 +152,8 @@ def no_row(where: str, who: str, source: Source, storage_options: dict[str, Any]
     first = next(rows, None)
     if first is None:
         return SourceError(where, f"{who} no row", "give files with at least one row")
-    what = f"{who} no row that can be read; row {first.source_row}: {first.error}"
+    place = place_of_row(source.slices, first.source_row) or f"row {first.source_row}"
+    what = f"{who} no row that can be read; {place}: {first.error}"
     lines = "write one JSON object per line; a file that is one list ends in .json"
     remedies = {
         "broken JSON": lines,

@@ -22,9 +22,11 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine, shown_reasons
 from raysvc.errors import SourceError
 from raysvc.job.config import JobConfig
+from raysvc.pipelines.sources.slices import place_of_row
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
+    from raysvc.pipelines.sources.source import Source
 
 EXAMPLES_KEPT = 200
 
@@ -41,7 +43,7 @@ def make_report(
     row_counts = sum((RowCounts(**one.meta["row_counts"]) for one in receipts), RowCounts())
     row_counts.check()
     examples = [item for one in receipts for item in one.meta["examples"]]
-    check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
+    check_share(job, {"row_counts": row_counts.to_json(), "examples": examples}, plan.source)
     if row_counts.rows_written == 0:
         left_out = {**row_counts.dropped, **row_counts.quarantined}
         reasons = shown_reasons(left_out, [Quarantined(**item) for item in examples]) or "none were read"
@@ -102,14 +104,22 @@ def _pad_token_id(hf: Any) -> int:
     return next(int(one) for one in candidates if one is not None)
 
 
-def check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
+def check_share(job: JobConfig, report: Mapping[str, Any], source: Source | None = None) -> None:
     """Refuse a report of more quarantined rows than a job allows.
+
+    Args:
+        source: of the rows, to say where one lies.
 
     Raises:
         QuarantineExceeded: with the reasons and examples.
     """
     examples = [Quarantined(**item) for item in report["examples"]]
-    check_quarantine(RowCounts(**report["row_counts"]), examples, job.max_quarantine)
+    check_quarantine(
+        RowCounts(**report["row_counts"]),
+        examples,
+        job.max_quarantine,
+        lambda row: "" if source is None else place_of_row(source.slices, row),
+    )
 
 
 def percentiles(lengths: Iterable[npt.NDArray[np.int32]]) -> dict[str, int]:

@@ -83,7 +83,7 @@ def _look(job: JobConfig, root: str, name: str) -> Lookup:
         return Lookup(job, store, plan, None, "cache.enabled is false", name=name)
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
-        check_share(job, Report(entry.report, entry.uri))
+        check_share(job, Report(entry.report, entry.uri), plan.source)
         record("cache_hits", 1, source=source_tag(job))
         return Lookup(job, store, plan, entry, HIT, name=name)
     record("cache_misses", 1, source=source_tag(job))

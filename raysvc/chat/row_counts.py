@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -180,28 +180,38 @@ def errors_of(name: str) -> Iterator[None]:
         raise type(error)(f"mixture.sources.{name}.{where}", error.what, remedy) from None
 
 
-def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max_share: float) -> None:
+def check_quarantine(
+    row_counts: RowCounts,
+    examples: Sequence[Quarantined],
+    max_share: float,
+    place_of: Callable[[int], str] = lambda _: "",
+) -> None:
     """Raise `QuarantineExceeded` when more than `max_share` of the rows were quarantined.
 
     Args:
         row_counts: of the build so far.
         examples: rows that were quarantined; three are shown, of the three commonest reasons.
         max_share: 0..1.
+        place_of: number of a row -> where it lies in a file.
     """
     count = sum(row_counts.quarantined.values())
     if count > max_share * row_counts.rows_in:
         what = f"{count} of {how_many(row_counts.rows_in, 'row')} could not be verified, more than max_quarantine = {max_share:g}"
-        raise quarantine_exceeded(what, row_counts.quarantined, examples)
+        raise quarantine_exceeded(what, row_counts.quarantined, examples, place_of(examples[0].source_row))
 
 
 def quarantine_exceeded(
-    what: str, quarantined: Mapping[str, int], examples: Sequence[Quarantined]
+    what: str, quarantined: Mapping[str, int], examples: Sequence[Quarantined], place: str = ""
 ) -> QuarantineExceeded:
-    """The error that says `what`, and shows three of the `examples`, of the three commonest reasons."""
+    """The error that says `what`, and shows three of the `examples`, of the three commonest reasons.
+
+    Args:
+        place: of the first example.
+    """
     return QuarantineExceeded(
         "source",
         f"{what}: {shown_reasons(quarantined, examples)}",
-        f"raysvc show JOB.YAML --source-row {examples[0].source_row} shows one; "
+        f"raysvc show JOB.YAML --source-row {examples[0].source_row} shows one{f', {place}' if place else ''}; "
         f"fix {what_to_fix(quarantined)}, or raise max_quarantine to go on without them",
     )
 

@@ -17,6 +17,7 @@ import functools
 import inspect
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -86,7 +87,7 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
             try:
                 return function(*args, **with_job_named(kwargs, default, function.__name__ in SERVED_RUNS))
             except UserMistake as error:
-                raise _fail(error, 2) from None
+                raise _fail(str(error).replace("JOB.YAML", _job_words(kwargs)), 2) from None
             except (RaysvcError, TimeoutError) as error:
                 raise _fail(error, 1) from None
             except OSError as error:
@@ -141,6 +142,13 @@ def _set_loudness(*, verbose: bool, quiet: bool) -> None:
     show_progress(not quiet)
 
 
-def _fail(error: Exception, code: int) -> typer.Exit:
+def _job_words(arguments: Mapping[str, Any]) -> str:
+    """The words of this command that name its job, for a command that an error recommends."""
+    words, config = arguments.get("overrides") or [], arguments.get("config")
+    named = config is None or (words and "=" not in words[0])
+    return shlex.join(words if named else [str(config), *words])
+
+
+def _fail(error: Exception | str, code: int) -> typer.Exit:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return typer.Exit(code)

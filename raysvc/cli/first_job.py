@@ -44,6 +44,7 @@ from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_job import processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, media_of
+from raysvc.pipelines.sources.slices import place_of_row
 from raysvc.progress import how_many
 
 SAMPLE_ROWS = 512
@@ -76,6 +77,7 @@ class Look:
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
         too_long: what is wrong with rows of the sample that are longer than the model's original context, and that context.
         why: reasons why rows of the sample cannot be used, with some of them; "": all can.
+        place: where the first of these lies in a file.
         lacks: what is missing of the model that the tokenizer's folder describes; "": nothing, or it describes none.
         takes: the line of a job that names a template at hand which takes the rows, where their own does not; "": none was found, or asked for.
     """
@@ -92,6 +94,7 @@ class Look:
     layout: str
     too_long: tuple[str, int] | None
     why: str
+    place: str
     lacks: str
     takes: str = ""
 
@@ -102,7 +105,8 @@ class Look:
         count = sum(counts.quarantined.values())
         if count <= MAX_QUARANTINE * counts.rows_in:
             return ""
-        told = f"{count} of the first {how_many(counts.rows_in, 'row')} cannot be used, so every command would end: {self.why}"
+        first = f" (the first is {self.place})" if self.place else ""
+        told = f"{count} of the first {how_many(counts.rows_in, 'row')}{first} cannot be used, so every command would end: {self.why}"
         return f"{told}; {_remedy(counts, self.takes)}, or raise max_quarantine to train the rest"
 
     def lines(self) -> list[str]:
@@ -228,6 +232,7 @@ def look(given: SourceConfig, tokenizer: TokenizerConfig, train_on: TrainOn) -> 
         _layout(form.name, model),
         _too_long(model, lengths),
         shown_reasons(sample.row_counts.quarantined, sample.examples),
+        place_of_row(source.slices, sample.examples[0].source_row) if sample.examples else "",
         _lacks(tokenizer.name),
         line_of(takes) if takes else "",
     )

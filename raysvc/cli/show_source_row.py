@@ -57,7 +57,8 @@ def _print_left_out(wanted: str, again: RowAgain, reason: str) -> None:
 
     became = "is dropped" if reason in again.result.row_counts.dropped else "is quarantined"
     detail = "".join(f": {one.detail}" for one in again.result.examples if one.detail)
-    print(printable(f"── source row {wanted} {became}: {reason}{detail}"))
+    place = f" ({again.place})" if again.place else ""
+    print(printable(f"── source row {wanted}{place} {became}: {reason}{detail}"))
     if again.texts:
         print(
             "What the template writes of it; what is trained, as far as it is known, stands between » and «:"

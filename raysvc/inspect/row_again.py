@@ -25,12 +25,14 @@ class RowAgain:
 
     Attributes:
         row: as its file has it.
+        place: in its file, in words.
         result: a slice of this row alone.
         pictures: what is written of it, one for each of its sequences; empty where it is left out.
         texts: what is rendered of it, with spans as far as these are known; empty where nothing can be rendered.
     """
 
     row: SourceRow
+    place: str
     result: SliceResult
     pictures: list[RowPicture]
     texts: list[Sequence]
@@ -53,6 +55,7 @@ def tokenized_again(job: JobConfig, source_row: int) -> RowAgain:
     from raysvc.inspect.row_view import row_picture
     from raysvc.pipelines.reading.media_files import folder_of
     from raysvc.pipelines.reading.readers import read_rows
+    from raysvc.pipelines.sources.slices import place_of_row
     from raysvc.pipelines.tokenize import desk_of
 
     plan = plan_build(job, open_store(cache_root(job), job.cache.storage_options, job.cache.unsafe_store))
@@ -73,6 +76,7 @@ def tokenized_again(job: JobConfig, source_row: int) -> RowAgain:
             columns = (result.table[name].to_pylist() for name in ("input_ids", "loss_mask"))
             hf = tokenizer.tokenizer.hf
             pictures = [row_picture(source_row, ids, mask, hf) for ids, mask in zip(*columns, strict=True)]
-            return RowAgain(row, result, pictures, tokenizer.rendered(row))
+            place = place_of_row(plan.source.slices, source_row)
+            return RowAgain(row, place, result, pictures, tokenizer.rendered(row))
     last = max((piece.first_row + piece.num_rows for piece in plan.source.slices), default=0) - 1
     raise SourceError("source", f"there is no row {source_row}", f"its rows have the numbers 0 to {last}")

@@ -16,10 +16,19 @@ FILES: dict[str, tuple[bytes, str]] = {
     "utf16.jsonl": (f"{ROW}\n".encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
     "utf16.json": (b"\xfe\xff" + f"[{ROW}]".encode("utf-16-be"), "is text in UTF-16"),
     "packed.jsonl": (gzip.compress(ROW.encode()), "is compressed; add .gz to its name"),
-    "list.jsonl": (f"[{ROW}]\n".encode(), "row 0: not a JSON object: it is a list.*ends in .json"),
-    "pretty.jsonl": (b'{\n"text": "a"\n}\n', "row 0: broken JSON: .*one JSON object per line"),
-    "two.jsonl": (f"{ROW} {ROW}\n".encode(), "row 0: broken JSON: Extra data"),
-    "fields.csv": (b"question,answer\na,b,c\n", "row 0: fields and header differ: 3 fields for 2.*commas"),
+    "list.jsonl": (
+        f"[{ROW}]\n".encode(),
+        "line 1 of .*/list.jsonl: not a JSON object: it is a list.*ends in .json",
+    ),
+    "pretty.jsonl": (
+        b'{\n"text": "a"\n}\n',
+        "line 1 of .*/pretty.jsonl: broken JSON: .*one JSON object per line",
+    ),
+    "two.jsonl": (f"{ROW} {ROW}\n".encode(), "line 1 of .*/two.jsonl: broken JSON: Extra data"),
+    "fields.csv": (
+        b"question,answer\na,b,c\n",
+        "row 1 of .*/fields.csv: fields and header differ: 3 fields for 2.*commas",
+    ),
     "header.csv": (b"question,answer\n", "has no rows; give files with at least one row"),
     "blank.jsonl": (b"\n \n", "holds no row; give files with at least one row"),
     "numbers.jsonl": (

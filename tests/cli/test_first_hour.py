@@ -101,21 +101,23 @@ MISTAKES = [
     ),
     Mistake(
         "tokenize job.yaml source.path=list.jsonl",
-        "source: list.jsonl holds no row that can be read; row 0: broken JSON: Expecting value at character 2; write one "
+        "source: list.jsonl holds no row that can be read; line 1 of {here}/list.jsonl: broken JSON: Expecting value at character 2; write one "
         "JSON object per line; a file that is one list ends in .json",
         "tokenize job.yaml source.path=list.json max_quarantine=1",
     ),
     Mistake(
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl]",
         f"source: 1 of 13 {QUARANTINED}broken JSON (1 row, e.g. row 12: Expecting value at character 48); "
-        "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
+        "raysvc show job.yaml 'source.path=[rows.jsonl,cut.jsonl]' --source-row 12 shows one, line 1 of {here}/cut.jsonl; fix "
+        "these rows, or raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl] max_quarantine=0.1",
     ),
     Mistake(
         "tokenize job.yaml source.path=[rows.jsonl,alpaca.jsonl]",
         f"source: 4 of 16 {QUARANTINED}no value in column 'messages' (4 rows, e.g. rows 12 and 13 and 14: the row has input, "
         "instruction, output, so it is of format alpaca: files of two formats need a source each, under mixture.sources); "
-        "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
+        "raysvc show job.yaml 'source.path=[rows.jsonl,alpaca.jsonl]' --source-row 12 shows one, line 1 of {here}/alpaca.jsonl; "
+        "fix these rows, or raise max_quarantine to go on without them",
         "tokenize two.yaml",
     ),
     # columns
@@ -148,8 +150,8 @@ MISTAKES = [
     Mistake(
         "tokenize job.yaml source.path=text.jsonl",
         f"source: 4 of 4 {QUARANTINED}broken JSON in 'messages' (4 rows, e.g. rows 0 and 1 and 2: unexpected character, "
-        "expected a JSON value: line 1 column 1 (char 0)); raysvc show JOB.YAML --source-row 0 shows one; fix these rows, or "
-        "raise max_quarantine to go on without them",
+        "expected a JSON value: line 1 column 1 (char 0)); raysvc show job.yaml source.path=text.jsonl --source-row 0 shows one, line 1 "
+        "of {here}/text.jsonl; fix these rows, or raise max_quarantine to go on without them",
         None,
     ),
     Mistake(
@@ -160,8 +162,8 @@ MISTAKES = [
     Mistake(
         "tokenize job.yaml source.path=narrator.jsonl",
         f"source: 4 of 4 {QUARANTINED}no message of the assistant, and unknown roles: narrator (4 rows, e.g. rows 0 and 1 and "
-        "2: map them: source.roles: {narrator: assistant}); raysvc show JOB.YAML --source-row 0 shows one; fix these rows, or "
-        "raise max_quarantine to go on without them",
+        "2: map them: source.roles: {narrator: assistant}); raysvc show job.yaml source.path=narrator.jsonl --source-row 0 shows "
+        "one, line 1 of {here}/narrator.jsonl; fix these rows, or raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=narrator.jsonl source.roles.narrator=assistant",
     ),
     Mistake(

@@ -273,7 +273,8 @@ def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(line + "\n" for line in lines))
     said = run(str(data), "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml")).output
-    assert "12 of the first 24 rows cannot be used, so every command would end: " in said
+    where = f" (the first is line 2 of {data})"
+    assert f"12 of the first 24 rows{where} cannot be used, so every command would end: " in said
     assert told in said
     assert "next:" not in said
 

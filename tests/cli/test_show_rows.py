@@ -113,11 +113,14 @@ def test_a_row_that_no_build_accepts_is_shown_as_the_template_writes_it_with_the
     refused = runner.invoke(app, ["show", str(job), "--row", "1"])
     assert "--source-row 1 shows one" in refused.stderr
     shown = show_source_row(job, 1)
-    assert "source row 1 is quarantined: a trained turn does not hold its message" in shown
+    assert (
+        f"source row 1 (line 2 of {tmp_path}/rows.jsonl) is quarantined: a trained turn does not hold its message"
+        in shown
+    )
     assert "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nit is 1eight<|im_end|>" in shown
     assert "»plain<|im_end|>«" in show_source_row(job, 0)
     dropped = show_source_row(job, 2)
-    assert "source row 2 is dropped: no assistant message" in dropped
+    assert "rows.jsonl) is dropped: no assistant message" in dropped
     assert '{"messages": [{"role": "user", "content": "c"}]}' in dropped
     told = json.loads(show_source_row(job, 1, "--json"))
     assert (told["source_row"], told["written"], told["reason"]) == (

@@ -55,5 +55,5 @@ def test_every_row_that_was_not_trained_is_counted_once_under_one_reason(
     assert "not reached" not in left_out(job, entry, folder)["untrained"]
     for limit, value in (("COUNTED_ROWS", 59), ("COUNTED_BYTES", folder.rows.stat().st_size - 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"raysvc.training.left_out.{limit}", value)
+            patch.setattr(f"raysvc.inspect.left_out.{limit}", value)
             assert left_out(job, entry, folder)["untrained"] is None

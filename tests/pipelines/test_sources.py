@@ -25,6 +25,7 @@ from raysvc.pipelines.reading.readers import read_lines, read_rows
 from raysvc.pipelines.sources.cuts import LineCutter, even_cuts
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.scan import HASHED_BEHIND, READ_BYTES, scan_file
+from raysvc.pipelines.sources.slices import place_of_row
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
 
@@ -92,6 +93,26 @@ def test_rows_are_numbered_over_all_files_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(lines_of(ROWS[40:]))
     (tmp_path / "_notes.jsonl").write_text("hidden")
     assert rows_through(str(tmp_path), 300) == [(number, row["text"]) for number, row in enumerate(ROWS)]
+
+
+def test_the_place_of_a_row_is_a_line_of_its_file(tmp_path: Path) -> None:
+    words = {}
+    for name, size in {"a": 3, "b": 40, "c": 5}.items():
+        lines = [json.dumps({"text": f"{name} {number} {'x' * 50}"}) for number in range(size)]
+        lines.insert(size // 2, "")  # an empty line has a number too
+        (tmp_path / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+        words |= {(f"{tmp_path}/{name}.jsonl", at): line for at, line in enumerate(lines, start=1) if line}
+    (tmp_path / "d.csv").write_text("text\nfirst\nsecond\n")
+    names = [f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.csv")]
+    source = look_at(SourceConfig(path=names), 400)
+    assert len(source.slices) > 3
+    rows = [row for one in source.slices for row in read_rows(one, {})]
+    places = [place_of_row(source.slices, row.source_row) for row in rows]
+    assert places[-2:] == [f"row {number} of {tmp_path}/d.csv" for number in (1, 2)]
+    told = {(path, int(line.split()[1])): row.data["text"]
+            for row, (line, path) in zip(rows, (place.split(" of ") for place in places[:-2]), strict=False)}  # fmt: skip
+    assert told == {place: json.loads(line)["text"] for place, line in words.items()}
+    assert place_of_row(source.slices, 1000) == ""
 
 
 def test_a_saved_dataset_with_a_split_slice_gives_these_rows(tmp_path: Path) -> None:
