@@ -24,6 +24,8 @@ from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 
+OTHER_WORDS = ("world_size", "num_replicas", "num_shards")  # for dp_size, in torch and datasets
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -61,7 +63,12 @@ def load(
     """
     from raysvc.api import serve_spec
 
-    job, rank = load_job(config, **overrides), _known_rank(rank, dp_size)
+    if word := next((one for one in OTHER_WORDS if one in overrides), None):
+        remedy = (
+            f"write load(dp_size={overrides[word]!r}, rank=...), or loader.steps(rank=..., world_size=...)"
+        )
+        raise ConfigError(f"load({word})", "is called dp_size", remedy)
+    job, rank = load_job(config, **overrides), _known_rank("load", rank, "dp_size", dp_size)
     if job.plan.cp_split is not None:
         what = "is for ranks that attach to a server with a mesh"
         raise ConfigError(
@@ -73,10 +80,10 @@ def load(
     return Loader(job, entry, streams_of(spec)[TRAIN], rank, dp_size, job.server.look_ahead_steps)
 
 
-def _known_rank(rank: int, dp_size: int) -> int:
-    size = integer("load(dp_size)", dp_size, 1)
-    if integer("load(rank)", rank, 0) >= size:
-        raise ConfigError("load(rank)", f"{rank} is not below dp_size = {size}", "give 0 to dp_size - 1")
+def _known_rank(caller: str, rank: int, word: str, num_ranks: int) -> int:
+    size = integer(f"{caller}({word})", num_ranks, 1)
+    if integer(f"{caller}(rank)", rank, 0) >= size:
+        raise ConfigError(f"{caller}(rank)", f"{rank} is not below {word} = {size}", f"give 0 to {word} - 1")
     return rank
 
 
@@ -174,14 +181,24 @@ class Loader:
             schedule=self.schedule.to_json(),
         )
 
-    def steps(self, *, stop: int | None = None) -> Iterator[RankStep]:
+    def steps(
+        self, *, stop: int | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> Iterator[RankStep]:
         """This rank's shards from the frontier on, as numpy arrays; commit each step.
+
+        Args:
+            stop: the first step that is not given.
+            rank: of this process from now on; None: as it was.
+            world_size: data-parallel ranks from now on; None: as many as there were.
 
         Raises:
             EntryError: rows are damaged or gone.
             StepOutOfOrder: another iteration, or a state, came between.
         """
         known = optional_integer("steps(stop)", stop, 0)
+        size = self.dp_size if world_size is None else world_size
+        self.rank = _known_rank("steps", self.rank if rank is None else rank, "world_size", size)
+        self.dp_size = size
         self._iteration += 1
         return self._iterate(self._iteration, self.schedule.num_steps if known is None else known)
 

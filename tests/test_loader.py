@@ -113,6 +113,32 @@ def test_all_ranks_together_have_every_row_of_an_epoch_once_on_any_number_of_the
     assert len(seen) == len(set(seen)) == 60
 
 
+def test_one_loader_gives_the_steps_of_any_rank_and_world_size(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = job_of(tmp_path, sample)
+    loader = raysvc.load(job)
+    next(loader.steps())
+    for size in (1, 3):
+        for rank in range(size):
+            loader.rewind(0)
+            with raysvc.load(job, dp_size=size, rank=rank) as own:
+                for ours, theirs in zip(
+                    loader.steps(rank=rank, world_size=size, stop=4), own.steps(stop=4), strict=True
+                ):
+                    ids, wanted = (
+                        [shard.row_ids.tolist() for shard in step.shards] for step in (ours, theirs)
+                    )
+                    assert ids == wanted
+    assert loader.state_dict()["dp_size"] == 3
+    with pytest.raises(ConfigError, match=r"steps\(rank\): 3 is not below world_size = 3"):
+        loader.steps(rank=3)
+    with pytest.raises(
+        ConfigError, match=r"load\(world_size\): is called dp_size; write load\(dp_size=2, rank"
+    ):
+        raysvc.load(job, world_size=2)
+
+
 def test_a_dataset_goes_on_in_the_middle_of_a_step(tmp_path: Path, sample: dict[str, str]) -> None:
     job = job_of(tmp_path, sample)
     whole = [item["input_ids"].tolist() for item in raysvc.load(job).as_torch_dataset()]
