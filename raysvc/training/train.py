@@ -22,7 +22,6 @@ from typing import Any
 from raysvc.cache.store.open import absolute
 from raysvc.cluster import starting, starts_own
 from raysvc.errors import CheckpointDamaged, ConfigError
-from raysvc.evals.eval_entries import check_all_files
 from raysvc.job.config import JobConfig, cpus_held, idle_ranks
 from raysvc.job.job_file import load_job
 from raysvc.nodes.job_nodes import ready_to_train
@@ -95,7 +94,7 @@ def train(
             complete = checkpoint is not None and is_over(checkpoint.state, job)
             if not complete and ray_there is None:
                 joins = not starts_own(address)
-                check_all_files(job)
+                _check_files(job)
                 check_model(job.trainer.model, alone=not joins)
                 _warn_of_idle_ranks(job)
                 if may_lack_entries(job):
@@ -167,6 +166,13 @@ def _warn_of_idle_ranks(job: JobConfig) -> None:
             "of trainer.dp_size = %d ranks %d would train nothing: %s is %d; give fewer ranks, or more rows"
         )
         log.warning(what, job.trainer.dp_size, idle, size, rows)
+
+
+def _check_files(job: JobConfig) -> None:
+    """What is not there is refused before anything starts, which costs a start the time of this import."""
+    from raysvc.evals.eval_entries import check_all_files
+
+    check_all_files(job)
 
 
 def _check_columns(job: JobConfig) -> None:

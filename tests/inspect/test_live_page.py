@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from raysvc.inspect.clusters import joined
 from raysvc.inspect.live import Line, cells_of
 from raysvc.inspect.run_logs import RunLogs
 from raysvc.report.live_page import page_server
@@ -157,7 +158,7 @@ def test_builds_in_progress_are_those_of_the_cluster(ray_session: None) -> None:
 
     actor = ray.remote(Builder).options(name="a-build", namespace=NAMESPACE, num_cpus=0).remote()
     assert ray.get(actor.facts.remote())["done"] == 0
-    (build,) = [each for each in rows(RunLogs())["builds"] if each["entry"] == ""]
+    (build,) = [each for each in rows(joined, RunLogs())["builds"] if each["entry"] == ""]
     assert (build["slices"], build["node"].count(".")) == ("0/0", 3)
     ray.kill(actor)
 
@@ -190,7 +191,7 @@ def test_the_page_and_the_terminal_show_the_loss_of_a_run_that_goes_on(
     found: list[dict[str, Any]] = []
 
     def look() -> bool:
-        found.append(rows(RunLogs()))
+        found.append(rows(joined, RunLogs()))
         return len(found) > 2
 
     raysvc.train(
