@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.errors import RaysvcError, StoreError
-from raysvc.inspect.finding import Finding, State
 from raysvc.inspect.node_checks import (
     MAX_SKEW_S,
     MIN_SHM_SHARE,
+    Finding,
+    State,
     check_access,
     check_answers,
     check_node_gpus,

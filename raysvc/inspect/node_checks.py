@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from raysvc.inspect.finding import Finding
 from raysvc.inspect.node_facts import NodeFacts, facts_of_this_node, now_s
 from raysvc.nodes.ask import ask_nodes, on_node
 from raysvc.nodes.place import NodePlace
@@ -21,6 +22,23 @@ ANSWER_TIMEOUT_S = 120.0  # a first task on a node starts a process and imports 
 MIN_SHM_SHARE = 0.3  # of memory: what Ray takes for objects by default
 MAX_SKEW_S = 1.0  # a lease lives for 30 s
 Answers = Mapping[str, NodeFacts]
+State = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        check: its name.
+        what: one clause with the figures.
+        remedy: one clause; "" when there is nothing to do.
+    """
+
+    check: str
+    state: State
+    what: str
+    remedy: str = ""
 
 
 def facts_of(
