@@ -3,12 +3,14 @@
 Always true:
 - `labels` are -100 exactly where our `loss_mask` is 0; the first token of a row is never a target;
 - the Arrow parts are mapped, not copied: labels are made when a row is read, further columns when a batch is;
+- rows that are held out are those of the job's eval, by prompt;
 - a further column has the type, the shape and the pad of its declaration, and lies at the tokens it is about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,10 @@ from raysvc.builds.job_plan import declared_columns
 from raysvc.cache.find import open_finished
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
+from raysvc.evals.held_rows import evaluated_rows, held_out, trained_rows
 from raysvc.integrations.row_tensors import laid, tensor_of
+from raysvc.job.config import EvalConfig, JobConfig, RowsConfig
+from raysvc.job.job_file import load_job
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,6 +51,37 @@ def labelled(uri: str, storage_options: Mapping[str, Any] | None = None, *, row_
     if row_ids:
         rows, names = rows.add_column(ROW_ID, entry.row_ids()), [*names, ROW_ID]
     return rows.with_transform(_labelled, columns=names)
+
+
+def trained_and_held(
+    config: str | Path | Mapping[str, Any] | JobConfig, share: float = 0.05
+) -> tuple[Dataset, Dataset]:
+    """The rows that a job trains, and those that it holds out by prompt, both as `labelled`; tokenizes first when needed.
+
+    Args:
+        config: the job, of one source.
+        share: that is held out where no eval of the job holds rows out.
+
+    Raises:
+        ConfigError: the job has several sources.
+        PlanError: nothing is held out, or nothing is left to train.
+        UserMistake: as `raysvc.tokenize`.
+    """
+    from raysvc.api import tokenize
+
+    job = load_job(config)
+    if held_out(job) is None:
+        job = job.model_copy(update={"evals": {**job.evals, "held": EvalConfig(share=share)}})
+    entry = tokenize(job)
+    if len(entry.entries) > 1:
+        raise ConfigError("mixture", "has several sources", "call labelled with each of entry.entries")
+    ids, chosen = entry.row_ids(), trained_rows(job, entry.entries) or RowsConfig()
+    held = np.isin(ids, evaluated_rows(job, entry.entries))
+    trained = ~np.isin(ids, chosen.exclude)
+    if chosen.include is not None:
+        trained &= np.isin(ids, chosen.include)
+    rows = labelled(entry.uri, job.cache.storage_options)
+    return rows.select(np.flatnonzero(trained)), rows.select(np.flatnonzero(held))
 
 
 class WithColumns:

@@ -373,6 +373,22 @@ def test_more_rows_than_a_source_can_hold_out_are_refused_with_a_number_that_wor
     assert len(evaluated_rows(job, raysvc.tokenize(job).entries)) == most
 
 
+@pytest.mark.parametrize("evals", [{"held": {"share": SHARE}}, {"held": {"rows": 5}}, {}])
+def test_what_trl_trains_and_evaluates_is_what_the_plan_does(
+    tmp_path: Path, sample: dict[str, str], evals: dict[str, Any]
+) -> None:
+    from raysvc.integrations.trl import trained_and_held
+
+    source = write(tmp_path / "a.jsonl", [*map(chat, range(120))])
+    plan = {"batch_size": 8, "rows": {"exclude": [0, 1]}}
+    given = job_of(tmp_path, sample, source, plan=plan, evals=evals)
+    job = job_of(tmp_path, sample, source, plan=plan, evals=evals or {"held": {"share": 0.05}})
+    entry = raysvc.tokenize(job)
+    wanted = trained_ids(job, entry), evaluated_rows(job, entry.entries)
+    for half, ids in zip(trained_and_held(given), wanted, strict=True):
+        assert [row["input_ids"] for row in half] == [entry.row(one)["input_ids"] for one in ids]
+
+
 def test_a_share_waits_for_all_rows_and_another_share_is_another_run(
     sample: dict[str, str], tmp_path: Path
 ) -> None:

@@ -18,8 +18,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
-import raysvc
-from raysvc.integrations.trl import labelled
+from raysvc.integrations.trl import trained_and_held
 
 JOB = "job.yaml"
 TOKENIZER = "tokenizer"
@@ -29,19 +28,22 @@ OUT = "runs/trl"
 
 
 def main() -> None:
-    """Train on the rows of the job, but for one in twenty, which say when to stop."""
-    entry = raysvc.tokenize(JOB)
+    """Train on the rows of the job, but for those that its evals hold out (one prompt in twenty), which say when to stop."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    rows = labelled(entry.uri)
+    trained, held = trained_and_held(JOB)
     # the ids stay ours, and labels are made from our mask when a row is read
     ours = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-    halves = rows.train_test_split(test_size=0.05, seed=0)
 
     set_seed(0)
-    lora = None
+    lora, rows_of_step, most_steps = None, 8, -1
     if MODEL == "tiny":  # random, for trying: adapters of random weights learn nothing
         size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size))
+        if len(tokenizer) > 65536 and not torch.cuda.is_available():
+            rows_of_step, most_steps, held = 2, 60, held.select(range(min(16, len(held))))
+            print(
+                f"{len(tokenizer):,} tokens make the loss slow on a CPU: {most_steps} steps of {rows_of_step} rows"
+            )
     else:
         model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
         if find_spec("peft"):
@@ -52,8 +54,9 @@ def main() -> None:
         output_dir=OUT,
         **ours,
         num_train_epochs=3,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
+        max_steps=most_steps,
+        per_device_train_batch_size=rows_of_step,
+        per_device_eval_batch_size=rows_of_step,
         learning_rate=LEARNING_RATE * 10 if lora else LEARNING_RATE,  # adapters want a higher one
         gradient_checkpointing=True,
         bf16=torch.cuda.is_available(),
@@ -68,8 +71,8 @@ def main() -> None:
     trainer = SFTTrainer(
         model=model,
         args=args,
-        train_dataset=halves["train"],
-        eval_dataset=halves["test"],
+        train_dataset=trained,
+        eval_dataset=held,
         processing_class=tokenizer,
         peft_config=lora,
         callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
