@@ -2,7 +2,8 @@
 
 Always true:
 - a process that is connected already stays as it is;
-- without an address (argument or RAY_ADDRESS) a local Ray is started that ends with this process.
+- without an address (argument or RAY_ADDRESS) a local Ray is started that ends with this process, except for who looks for something
+  that is there already (`join_cluster`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,42 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
     """
     with _connecting:
         return _connect(address or os.environ.get("RAY_ADDRESS"), need_cpus)
+
+
+def join_cluster(address: str | None, *, lasting: bool = False) -> None:
+    """Connect to a cluster that is there: the address, RAY_ADDRESS, the newest of this user's own runs, or one on this machine.
+    Starts none.
+
+    Args:
+        lasting: one that does not end with a run.
+
+    Raises:
+        AddressError: there is none that answers.
+    """
+    named = address or os.environ.get("RAY_ADDRESS")
+    if is_joined():
+        return
+    if named or lasting:
+        connect(named or "auto")
+        return
+    own = own_rays.living()
+    if len(own) > 1:
+        others = " or ".join(one.address for one in own[1:])
+        log.warning(
+            "this is the newest of %d runs of yours; --address %s is of another one", len(own), others
+        )
+    found = own[0] if own else own_rays.found_by_ray()
+    if found is None:
+        what = "no run of yours has one on this machine, and no other one answers within 5 seconds"
+        remedy = "start one with `ray start --head`, or name yours: RAY_ADDRESS, --address host:port, or address= of a call"
+        raise AddressError("Ray", what, remedy)
+    connect(own_rays.enter(found))
+
+
+def is_joined() -> bool:
+    """Returns whether this process is connected to Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def starts_own(address: str | None = None) -> bool:

@@ -39,6 +39,7 @@ from raysvc.cli.other_templates import line_of, template_that_takes
 from raysvc.errors import ConfigError, SourceError, TokenizerError
 from raysvc.job.config import JobConfig, SourceConfig, TextSpec, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
+from raysvc.job.objectives.units import UNITS
 from raysvc.job.text_config import TrainOn
 from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_job import processor_of, with_template
@@ -254,7 +255,7 @@ train_on: {train_on}   # or {", ".join(one for one in get_args(TrainOn) if one !
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:
-  batch_size: {_batch_size(found.num_rows)}   # rows of a step, over all ranks{"; a pair has two" if found.format == "preference" else ""}
+  batch_size: {_batch_size(found.num_rows)}   # {UNITS.get(found.format, "rows")} of a step, over all ranks
   # mini_batch_size: {max(1, _batch_size(found.num_rows) // 2)}   # rows of an optimizer step, where a step has several
   epochs: 1
   layout: {found.layout}   # {_of_layout(found)}

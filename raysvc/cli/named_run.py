@@ -165,9 +165,9 @@ def run_folder(word: str) -> str:
     """
     if "://" in word:
         return word
-    for path in (word, os.path.join("runs", word)):
-        if os.path.isdir(path):
-            return path
+    folders = [path for path in (word, os.path.join("runs", word)) if os.path.isdir(path)]
+    if folders:
+        return next((path for path in folders if _is_run(path)), folders[0])
     there = _runs_beside(word)
     named = ", ".join(f"{os.path.basename(folder)} ({folder})" for folder in there[:SHOWN_RUNS])
     more = f" and {len(there) - SHOWN_RUNS} more" if len(there) > SHOWN_RUNS else ""
@@ -179,8 +179,11 @@ def _runs_beside(word: str) -> list[str]:
     """Folders of runs where the named one was looked for, the newest first."""
     places = dict.fromkeys(os.path.normpath(place) for place in (os.path.dirname(word) or "runs", "runs"))
     folders = [entry.path for place in places if os.path.isdir(place) for entry in os.scandir(place)]
-    runs = [folder for folder in folders if any(os.path.exists(os.path.join(folder, file)) for file in FILES)]
-    return sorted(runs, key=os.path.getmtime, reverse=True)
+    return sorted(filter(_is_run, folders), key=os.path.getmtime, reverse=True)
+
+
+def _is_run(folder: str) -> bool:
+    return any(os.path.exists(os.path.join(folder, file)) for file in FILES)
 
 
 def _is_yaml(word: str) -> bool:

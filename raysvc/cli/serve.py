@@ -27,7 +27,7 @@ def serve(
     Example: raysvc serve job.yaml server.name=sft-2
     """
     from raysvc import api
-    from raysvc.inspect.servers import join_cluster
+    from raysvc.cluster import join_cluster
     from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())

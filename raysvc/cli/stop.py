@@ -37,9 +37,10 @@ def stop(
 
     Example: raysvc stop sft-1
     """
+    from raysvc.cluster import join_cluster
     from raysvc.inspect import servers
 
-    servers.join_cluster(address)
+    join_cluster(address)
     if restart:
         version = servers.restart(name, force=force)
         emit({"restarted": [name], "version": version}) if as_json else print(

@@ -15,7 +15,7 @@ from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, number, print_table
 from raysvc.errors import WorkerFailed
 from raysvc.job.objectives.eval_metrics import SHOWN
-from raysvc.job.objectives.units import count_of
+from raysvc.job.objectives.units import count_of, untrained_text
 from raysvc.progress import how_many
 
 if TYPE_CHECKING:
@@ -166,9 +166,5 @@ def _left_out(found: Mapping[str, Any]) -> str:
         said.append(f"{quarantined:,} quarantined ({found['example']})")
     if found["truncated"]:
         said.append(f"{found['truncated']:,} truncated")
-    untrained = found.get("untrained", {})
-    if untrained is None:
-        said.append("rows in no step are not counted of so many")
-    else:
-        said += [f"{count:,} {why}" for why, count in untrained.items()]
+    said += untrained_text(found)
     return ", ".join(said) or "no row of the source"

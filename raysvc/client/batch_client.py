@@ -215,9 +215,10 @@ def attach(
         reader: which trainer of a sweep this is, if the server has `share: stream`.
         look_ahead_steps: steps to fetch before they are needed; 0 fetches on demand.
         look_ahead_bytes: limit for those steps together; None: a quarter of the smallest node's object store.
-        address: of the Ray cluster; only used if this process is not connected yet.
+        address: of the Ray cluster, if this process is not connected yet; None: RAY_ADDRESS, or one that runs on this machine.
 
     Raises:
+        AddressError: no cluster answers.
         ServerError: no such server.
         VersionMismatch: it runs another minor version of raysvc.
         LeaseHeld: another trainer holds it; says who, and since when.

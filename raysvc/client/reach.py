@@ -32,7 +32,7 @@ def reach(
         call: for errors.
     """
     from raysvc.actors.launch import find_server
-    from raysvc.cluster import connect
+    from raysvc.cluster import join_cluster
 
     text(f"{call}(name)", name)
     if takeover != "force":
@@ -41,7 +41,7 @@ def reach(
     integer(f"{call}(look_ahead_steps)", look_ahead_steps, 0)
     optional_integer(f"{call}(look_ahead_bytes)", look_ahead_bytes, 0)
     optional_text(f"{call}(address)", address)
-    connect(address)
+    join_cluster(address)
     server = find_server(name)
     meet(server, name)
     if takeover is True:

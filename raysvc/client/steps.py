@@ -154,7 +154,7 @@ class RankStep:
         return self.nbytes if self.is_first else 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MicroBatch:
     """One forward and backward of a rank.
 
@@ -177,6 +177,17 @@ class MicroBatch:
     layout: str
     ends_mini: bool
     ends_step: bool
+
+    def __repr__(self) -> str:
+        return facts_text("micro-batch", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Micro-batch", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"step": self.step, "mini": self.mini, "layout": self.layout}
+        facts |= {name: list(value.shape) for name, value in self.tensors.items()}
+        return {**facts, "ends mini-batch": self.ends_mini, "ends step": self.ends_step}
 
 
 def micros_of(steps: Iterable[RankStep], device: str) -> Iterator[MicroBatch]:

@@ -44,8 +44,7 @@ def looking(address: str | None, *, code: int = 0) -> Iterator[Look]:
     Raises:
         AddressError: there is none that answers.
     """
-    from raysvc.cluster import ending_with
-    from raysvc.inspect.servers import is_joined, join_cluster
+    from raysvc.cluster import ending_with, is_joined, join_cluster
 
     with ExitStack() as stack:
         if not (address or os.environ.get("RAY_ADDRESS") or is_joined()) and own_rays.living():

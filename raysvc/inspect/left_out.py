@@ -14,6 +14,7 @@ import numpy as np
 
 from raysvc.builds.job_plan import untrained_rows
 from raysvc.errors import StateMismatch
+from raysvc.job.objectives.units import UNITS
 from raysvc.row_ids import parse
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def left_out(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, 
 
     Returns:
         `dropped`, `quarantined` and `untrained`: reason -> rows, the last one None where entry or log are too large to count;
-        `truncated`: rows; `example`: the first quarantined row, or None.
+        which counts in `unit`: rows, or what two of them are one of; `truncated`: rows; `example`: the first quarantined row, or None.
 
     Raises:
         StateMismatch: the row log is not what was written.
@@ -49,6 +50,7 @@ def left_out(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str, 
         "quarantined": dict(counts["quarantined"]),
         "truncated": counts.get("rows_truncated", 0),
         "untrained": _untrained(job, entry, folder),
+        "unit": UNITS.get(str(entry.entries[0].recipe.get("format")), "rows"),
         "example": example,
     }
 
@@ -85,4 +87,5 @@ def _untrained(job: JobConfig, entry: CacheEntry, folder: RunFolder) -> dict[str
     reasons = Counter(untrained_rows(job, entry, rows[other], lengths[other]).values())
     if rest := int(other.sum()) - reasons.total():
         reasons["not reached"] = rest
-    return dict(reasons)
+    of_unit = 2 if entry.entries[0].recipe.get("format") in UNITS else 1
+    return {why: -(-count // of_unit) for why, count in reasons.items()}

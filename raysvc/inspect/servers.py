@@ -8,54 +8,13 @@ Always true:
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from typing import Any
 
-from raysvc.errors import AddressError, ServerError
-from raysvc.nodes import own_rays
+from raysvc.errors import ServerError
 from raysvc.team import refuse_foreign
 
 log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
-
-
-def join_cluster(address: str | None, *, lasting: bool = False) -> None:
-    """Connect to a cluster that is there: the address, RAY_ADDRESS, the newest of this user's own runs, or one on this machine.
-    Starts none.
-
-    Args:
-        lasting: one that does not end with a run.
-
-    Raises:
-        AddressError: there is none that answers.
-    """
-    from raysvc.cluster import connect
-
-    named = address or os.environ.get("RAY_ADDRESS")
-    if is_joined():
-        return
-    if named or lasting:
-        connect(named or "auto")
-        return
-    own = own_rays.living()
-    if len(own) > 1:
-        others = " or ".join(one.address for one in own[1:])
-        log.warning(
-            "this is the newest of %d runs of yours; --address %s is of another one", len(own), others
-        )
-    found = own[0] if own else own_rays.found_by_ray()
-    if found is None:
-        what = "no run of yours has one on this machine, and no other one answers within 5 seconds"
-        remedy = "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
-        raise AddressError("Ray", what, remedy)
-    connect(own_rays.enter(found))
-
-
-def is_joined() -> bool:
-    """Returns whether this process is connected to Ray."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def list_servers() -> list[dict[str, Any]]:

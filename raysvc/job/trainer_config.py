@@ -34,7 +34,7 @@ class EvalConfig(Section):
     def _one_of_three(self) -> EvalConfig:
         if [self.source, self.share, self.rows].count(None) != 2:
             raise ValueError(
-                "needs rows; give one of source, share and rows: the last two hold out rows of the job's own"
+                "has no rows, or rows of several kinds: give one of source, share and rows (the last two hold out rows of the job's own)"
             )
         return self
 

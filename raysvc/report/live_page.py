@@ -20,7 +20,7 @@ from raysvc.report.page import STYLE, page_file
 Look = Callable[[], dict[str, Any]]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 LIVE_STYLE = """
-.wide{overflow-x:auto}.wide td,.wide th{padding:4px 6px;font-size:12px;overflow-wrap:break-word}#state{color:var(--soft)}
+.wide{overflow-x:auto}.wide td,.wide th{padding:4px 6px;font-size:12px;overflow-wrap:break-word}.wide td:first-child{overflow-wrap:anywhere}#state{color:var(--soft)}
 @media(max-width:45rem){body{padding:12px}.wide thead{display:none}.wide tr{display:block;margin-bottom:1rem;border-bottom:2px solid var(--line)}
 .wide td{display:flex;justify-content:space-between;gap:1rem}.wide td::before{content:attr(data-name);color:var(--soft)}}
 """

@@ -22,7 +22,7 @@ from raysvc.chat.row_counts import warnings_of
 from raysvc.collate.plan_report import PlanReport, in_words
 from raysvc.errors import StateMismatch
 from raysvc.job.objectives.eval_metrics import SHOWN
-from raysvc.job.objectives.units import count_of
+from raysvc.job.objectives.units import count_of, untrained_text
 from raysvc.progress import how_many
 from raysvc.report.browse import STYLE as BROWSE_STYLE
 from raysvc.report.browse import browse
@@ -43,7 +43,7 @@ p,figcaption{color:var(--soft)}figcaption{font-size:13px;margin-bottom:4px}
 figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px}
 .uplot{font:12px/1.4 system-ui,sans-serif}.u-legend{color:var(--soft);text-align:left}.uplot .u-legend td,.uplot .u-legend th{border:0;width:auto;padding:1px 4px}
 table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;border-bottom:1px solid var(--line);text-align:left;overflow-wrap:anywhere}
-td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-nums}
+td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
 .row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
 .tools{display:flex;flex-wrap:wrap;gap:20px;align-items:center}.tools[hidden]{display:none}.tools input{vertical-align:middle}summary{cursor:pointer}
@@ -236,9 +236,8 @@ def _headline(facts: Facts) -> str:
 
 def _of_untrained(summary: Mapping[str, Any]) -> Iterable[str]:
     """Says which rows of the entry no step trained."""
-    if untrained := summary.get("left_out", {}).get("untrained"):
-        told = ", ".join(f"{count:,} {why}" for why, count in untrained.items())
-        yield f"Rows of the entry that were not trained: {told}."
+    if told := untrained_text(summary.get("left_out", {})):
+        yield f"Not trained: {', '.join(told)}."
 
 
 def _of_evals(summary: Mapping[str, Any]) -> Iterable[str]:

@@ -71,7 +71,10 @@ def job_of_run(folder: str | Path, today: JobConfig | None = None) -> JobConfig:
 
 def differences(job: JobConfig, run: JobConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> its value in a job and in that of a run, where they differ; where the run is does not count."""
-    ours, theirs = given_fields(job), given_fields(run)
+    # a section that is empty is one that is not given
+    ours, theirs = (
+        {key: each for key, each in given_fields(one).items() if each != {}} for one in (job, run)
+    )
     keys = dict.fromkeys([*ours, *theirs])
     return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 

@@ -169,10 +169,11 @@ def _warn_of_idle_ranks(job: JobConfig) -> None:
 
 
 def _check_files(job: JobConfig) -> None:
-    """What is not there is refused before anything starts, which costs a start the time of this import."""
-    from raysvc.evals.eval_entries import check_all_files
+    """Files that are not there, and evals of other rows, are refused before anything starts, which costs a start the time of this import."""
+    from raysvc.evals.eval_entries import check_all_files, check_evals
 
     check_all_files(job)
+    check_evals(job)
 
 
 def _check_columns(job: JobConfig) -> None:

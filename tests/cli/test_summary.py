@@ -82,7 +82,12 @@ def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
     nothing = {"dropped": {}, "quarantined": {}, "truncated": 0, "example": None}
     assert lines(capsys, left_out=nothing)["left out"] == "no row of the source"
     some = {**nothing, "untrained": {"held out for the eval held": 4, "not reached": 1200}}
-    assert lines(capsys, left_out=some)["left out"] == "4 held out for the eval held, 1,200 not reached"
+    assert (
+        lines(capsys, left_out=some)["left out"]
+        == "4 rows held out for the eval held, 1,200 rows not reached"
+    )
+    pairs = {**nothing, "untrained": {"held out for the eval held": 1}, "unit": "pairs"}
+    assert lines(capsys, left_out=pairs)["left out"] == "1 pair held out for the eval held"
     many = lines(capsys, left_out={**nothing, "untrained": None})["left out"]
     assert many == "rows in no step are not counted of so many"
 

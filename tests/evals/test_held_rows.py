@@ -273,7 +273,7 @@ def test_a_share_that_splits_nothing_is_refused_by_name(
 @pytest.mark.parametrize(
     ("evals", "more", "told"),
     [
-        ({"a": {}}, {}, "needs rows; give one of source, share and rows"),
+        ({"a": {}}, {}, "give one of source, share and rows"),
         ({"a": {"share": 0.1, "source": {"path": "x"}}}, {}, "give one of"),
         ({"a": {"share": 0.1, "rows": 5}}, {}, "give one of"),
         ({"a": {"rows": 0}}, {}, "greater than or equal to 1"),

@@ -86,7 +86,7 @@ def test_ps_and_top_show_all_runs_without_joining_one(
     rays: list[LocalRay], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raysvc.inspect.servers.is_joined", lambda: False)
+    monkeypatch.setattr("raysvc.cluster.is_joined", lambda: False)
     monkeypatch.setattr("raysvc.cluster.connect", lambda *_: sys.exit("joined"))
     rays += [says(tmp_path / "a", "sft"), says(tmp_path / "b", "dpo")]
     expected = [f"dpo @{tmp_path}/b", f"sft @{tmp_path}/a"]

@@ -58,7 +58,7 @@ def test_a_page_of_a_run_begins_with_the_run_and_says_what_its_evals_decided() -
     for said in (
         "<strong>2.795</strong>loss best (step 6)", "<strong>1,413</strong>trained tokens/s", "Eval held: loss 2.845 on 64 rows",
         "The best model is that of 32 steps: eval held had loss 2.795.", "Stopped early, after 3 evals of held without progress.",
-        "not trained: 12 held out for the eval held, 1,200 not reached.",
+        "Not trained: 12 rows held out for the eval held, 1,200 rows not reached.",
     ):  # fmt: skip
         assert said in page, said
     assert "<strong>1,000</strong>trained tokens/s, last 8 steps" in page

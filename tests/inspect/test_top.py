@@ -228,13 +228,13 @@ def test_it_ends_with_its_cluster_in_one_line(kind: tuple[str, ...]) -> None:
     """Ray would wait for a minute and end the process by a signal; the cluster is a port that is closed here."""
     script = f"""
 import sys, threading, types
-from raysvc.inspect import servers
+from raysvc import cluster as cluster_module
 hangs = lambda *_: threading.Event().wait()
 context = types.SimpleNamespace(gcs_address=sys.argv[1])
 def join(address):
     assert "ray" not in sys.modules, "it would not sign in as the cluster asks for it"
     sys.modules["ray"] = types.SimpleNamespace(get_runtime_context=lambda: context, nodes=hangs, is_initialized=lambda: False)
-servers.join_cluster = join
+cluster_module.join_cluster = join
 from raysvc.cli.top import top
 top(address=sys.argv[1], interval=1.0, count=None, web={"--web" in kind}, port=0, as_json={"--json" in kind})
 """

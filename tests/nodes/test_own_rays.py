@@ -124,7 +124,7 @@ def test_the_ray_of_a_run_is_met_without_an_address_while_another_one_runs(tmp_p
     try:
         assert run.stdout is not None
         address = run.stdout.readline().strip()
-        ask = "from raysvc.inspect.servers import join_cluster\njoin_cluster(None)\nimport ray\nprint(ray.get_runtime_context().gcs_address)"
+        ask = "from raysvc.cluster import join_cluster\njoin_cluster(None)\nimport ray\nprint(ray.get_runtime_context().gcs_address)"
         met = subprocess.run(
             [sys.executable, "-c", ask], capture_output=True, text=True, env=env, timeout=200
         )

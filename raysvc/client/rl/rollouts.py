@@ -368,12 +368,12 @@ def rollouts(name: str, *, owner: str = "", address: str | None = None) -> Rollo
     """
     from raysvc.actors.launch import find_server, wait_for
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.cluster import connect
+    from raysvc.cluster import join_cluster
 
     text("rollouts(name)", name)
     text("rollouts(owner)", owner, empty=True)
     optional_text("rollouts(address)", address)
-    connect(address)
+    join_cluster(address)
     server = find_server(name)
     if not hasattr(server, "put_groups"):
         what = "serves an entry and takes no rollouts"

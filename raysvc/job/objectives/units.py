@@ -28,3 +28,15 @@ def count_of(line: Mapping[str, Any]) -> Count:
     """Returns how much a line of a log or a summary is of."""
     unit = next((name for name in UNITS.values() if name in line), "rows")
     return Count(line[unit], unit)
+
+
+def untrained_text(found: Mapping[str, Any]) -> list[str]:
+    """Says of each reason how many rows, or pairs, no step trained.
+
+    Args:
+        found: as `raysvc.inspect.left_out` returns it.
+    """
+    if (untrained := found.get("untrained", {})) is None:
+        return ["rows in no step are not counted of so many"]
+    unit = found.get("unit", "rows")
+    return [f"{how_many(count, unit.removesuffix('s'))} {why}" for why, count in untrained.items()]
