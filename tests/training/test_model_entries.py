@@ -46,6 +46,7 @@ def model(folder: Path, entries: int, nested: bool = False) -> str:
     sizes = {"vocab_size": entries}
     told = {"model_type": "gemma3", "text_config": sizes} if nested else {"model_type": "llama", **sizes}
     (folder / "config.json").write_text(json.dumps(told))
+    (folder / "model.safetensors").touch()
     return str(folder)
 
 
