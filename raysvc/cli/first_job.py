@@ -256,7 +256,7 @@ train_on: {train_on}   # or {", ".join(one for one in get_args(TrainOn) if one !
 
 plan:
   batch_size: {_batch_size(found.num_rows)}   # {UNITS.get(found.format, "rows")} of a step, over all ranks
-  # mini_batch_size: {max(1, _batch_size(found.num_rows) // 2)}   # rows of an optimizer step, where a step has several
+  # mini_batch_size: {max(1, _batch_size(found.num_rows) // 2)}   # {UNITS.get(found.format, "rows")} of an optimizer step, where a step has several
   epochs: 1
   layout: {found.layout}   # {_of_layout(found)}
   # micro_batch_tokens: {max(4096, _power_of_two(found.longest))}   # tokens of one forward pass on one rank
