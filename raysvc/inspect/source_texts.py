@@ -70,7 +70,8 @@ def _rows(job: JobConfig, entry: Entry, numbers: set[int]) -> Iterator[SourceRow
         raise SourceError("source", "holds other rows now", "restore it to see what was left out")
     read = 0
     for piece in source.slices:
-        if read < READ_SLICES and numbers & {*range(piece.first_row, piece.first_row + piece.num_rows)}:
+        rows = range(piece.first_row, piece.first_row + piece.num_rows)
+        if read < READ_SLICES and any(number in rows for number in numbers):
             read += 1
             yield from (
                 row for row in read_rows(piece, job.source.storage_options) if row.source_row in numbers
